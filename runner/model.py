@@ -1,4 +1,4 @@
-"""An artifact as a language model: generate, stream, converse. What every command stands on."""
+"""An artifact as a language model that generates and streams text. Every command uses it."""
 
 import gc
 import threading
@@ -26,20 +26,20 @@ from eagle3.runner.text.text import TOKENIZER_FILE, Text
 __all__ = ["ABORT", "BusyError", "Model", "Piece", "Prompt", "Result", "Stream"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or the messages of a conversation, which the model's chat template puts together."""
+"""Text, token ids, or the messages of a conversation, which the chat template renders."""
 
 
 class BusyError(RuntimeError):
-    """A generation is under way in this model: it has one KV cache."""
+    """Raised if another generation of this model is running, since the model has one KV cache."""
 
 
 class Model:
-    """An opened artifact, or any other session. Not for two generations at once, from whatever threads; several models
-    may be open in a process."""
+    """An opened artifact, or any other session. It runs one generation at a time, whatever the thread. A process may
+    have several models open."""
 
     def __init__(self, metadata: Metadata, open_session: Callable[[], Session], folder: Path | None = None):
-        """``open_session`` is called when the methods are first needed; ``folder`` has the tokenizer, None: token ids
-        alone."""
+        """``open_session`` is called when the methods are first needed. ``folder`` has the tokenizer; with None the
+        model takes token ids only."""
         self.metadata, self._open_session, self._folder = metadata, open_session, folder
         self.cached = CachedTokens()
         self._running = threading.Lock()
@@ -47,12 +47,12 @@ class Model:
 
     @cached_property
     def session(self) -> Session:
-        """The methods, loaded."""
+        """The session with the loaded methods."""
         return self._open_session()
 
     @property
     def current(self) -> Stream | None:
-        """The stream that the KV caches belong to, None where no stream is under way."""
+        """The stream that the KV caches belong to, None if no stream is running."""
         return None if self._current is None else self._current()
 
     @cached_property
@@ -66,13 +66,13 @@ class Model:
         return LookupChoice(self.metadata.chain_len, self.metadata.window - 1)
 
     def lookup_for(self, options: Options) -> LookupChoice | None:
-        """Return the lookup where ``options`` ask for one."""
+        """Return the lookup if ``options`` ask for it, otherwise None."""
         asked = options.chain_len != 0 and pays(self.metadata) if options.ngram is None else options.ngram
         return self.lookup if asked else None
 
     @cached_property
     def text(self) -> Text:
-        """The tokenizer. Raises FileNotFoundError where the artifact has none."""
+        """The tokenizer. Raises FileNotFoundError if the artifact has none."""
         if self._folder is None:
             raise FileNotFoundError("there is no tokenizer: give token ids")
         return Text(self._folder)
@@ -83,15 +83,15 @@ class Model:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Compiles ``structured_outputs``. Raises as ``Text`` and ``Grammars`` where that cannot be."""
+        """The compiler of ``structured_outputs``. Raises as ``Text`` and ``Grammars``."""
         return Grammars(self.text.folder / TOKENIZER_FILE, self.metadata)
 
     def constraint(self, options: Options) -> Constraint | None:
-        """Return the grammar that ``options`` ask for, compiled. Raises ValueError for one that is not taken."""
+        """Return the compiled grammar of ``options``, None without one. Raises ValueError for an invalid grammar."""
         return None if options.structured_outputs is None else self.grammars.compile(options.structured_outputs)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return token ids of a prompt. Raises ValueError for what is no prompt, FileNotFoundError without a
+        """Return token ids of a prompt. Raises ValueError for an invalid prompt, FileNotFoundError for text without a
         tokenizer."""
         if isinstance(prompt, str):
             if not prompt:
@@ -115,20 +115,21 @@ class Model:
         return stream.result
 
     def stream(self, prompt: Prompt, **options: Unpack[OptionFields]) -> "Stream":
-        """Generate, a ``Piece`` a round; everything is checked before this returns.
+        """Return a stream with one ``Piece`` per round. All arguments are checked before this returns.
 
         Args:
-            prompt: text, token ids or messages; what the caches hold of its beginning is not computed again. An answer
-                to messages ends at the tokenizer's own end token too, as a turn does
+            prompt: text, token ids or messages. A beginning that the caches hold is not computed again. An answer to
+                messages also ends at the tokenizer's own end token
             options: the fields of ``Options``, such as temperature=0.7, max_new_tokens=200, stop=["\\n\\n"]
 
         Raises:
-            ValueError: a prompt or an option that the artifact does not take
+            ValueError: the artifact does not accept the prompt or an option
             FileNotFoundError: text for an artifact without a tokenizer
-            BusyError: (when it is iterated) another generation of this model has not ended
+            BusyError: another generation of this model has not ended (raised by the iteration)
 
-        A loop ``for piece in model.stream(...)`` that is left by ``break`` or an exception ends its generation. One
-        that a variable holds goes on where it was, so that the model is busy until it is closed or let go of.
+        A loop ``for piece in model.stream(...)`` that is left by ``break`` or an exception ends its generation. A
+        stream that a variable holds can be continued later, so the model stays busy until the stream is closed or
+        deleted.
         """
         asked = Options.of(**options)
         ids = self.encode(prompt)
@@ -138,7 +139,7 @@ class Model:
         return Stream(self, ids, asked)
 
     def replay(self, result: Result) -> Replay:
-        """Hold a result against the same generation without speculation. Raises BusyError during another one."""
+        """Compare a result with the same generation without speculation. Raises BusyError during another generation."""
         with self.reserved():
             self.cached.clear()
             constraint = self.constraint(result.options)
@@ -149,12 +150,12 @@ class Model:
             return replay(self.session, result.prompt_token_ids, result.token_ids, make_choice, chain, tie, lookup)
 
     def forget(self) -> None:
-        """Compute the next prompt from its beginning."""
+        """Forget the tokens in the KV caches, so that the next prompt is computed from its beginning."""
         self.cached.clear()
 
     def close(self) -> None:
-        """Give the memory back; the model cannot be used after that. A stream that waits to be asked for more is left;
-        BusyError where another thread is within one."""
+        """Free the memory; the model cannot be used afterwards. An unfinished stream ends. Raises BusyError if another
+        thread is computing a piece."""
         if (stream := self.current) is not None:
             with suppress(ValueError):  # "generator already executing"
                 stream.close()
@@ -165,10 +166,10 @@ class Model:
 
     @contextmanager
     def reserved(self, stream: "weakref.ref[Stream] | None" = None) -> Iterator[None]:
-        """The KV caches are the caller's, or ``stream``'s. Raises BusyError where they are another's."""
+        """Reserve the KV caches for the caller, or for ``stream``. Raises BusyError if another generation has them."""
         if not self._acquire():
             raise BusyError(
-                "a generation of this model is under way and it has one KV cache: end it, close it or let go of it "
+                "a generation of this model is running, and the model has one KV cache: end, close or delete it "
                 "first, or load the artifact a second time"
             )
         self._current = stream
@@ -185,7 +186,7 @@ class Model:
         if stream is None or stream.running:
             return False
         del stream
-        gc.collect()  # that stream may be in a reference cycle that nothing reaches, such as a kept traceback's
+        gc.collect()  # that stream may be in an unreachable reference cycle, such as that of a traceback
         return self._running.acquire(blocking=False)
 
     def __enter__(self) -> "Model":

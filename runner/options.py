@@ -15,32 +15,35 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True)
 class Options(Sampling):
-    """The choice of tokens (``Sampling``), and the end of a generation. Raises ValueError for values out of bounds."""
+    """Options for choosing tokens (``Sampling``) and for ending a generation. Raises ValueError for values out of
+    bounds."""
 
     max_new_tokens: int = 128
     min_tokens: int = 0
-    """The text has at least so many tokens before an end token or a stop string ends it (vLLM's name)."""
+    """The least number of tokens before an end token or a stop string ends the text (vLLM's name)."""
     stop: str | Sequence[str] = ()
     """The text ends before the first of these strings to appear."""
     stop_token_ids: Sequence[int] = ()
     """End tokens besides the artifact's own."""
     skip_special_tokens: bool = True
-    """False: the text shows special tokens, such as a tool call's markers."""
+    """If False, the text shows special tokens, such as the markers of a tool call."""
     ignore_eos: bool = False
-    """Go on behind the artifact's own end tokens, for benchmarks."""
+    """If True, generation continues after the artifact's own end tokens, for benchmarks."""
     chain_len: int | Literal["auto"] | None = None
-    """Draft tokens a round: at most the artifact's (the default), 0 for none, "auto" for as many as pay."""
+    """Draft tokens per round: at most the artifact's number (the default), 0 for none, "auto" for the fastest
+    number."""
     ngram: bool | None = None
-    """True: a lookup in the text proposes too, as ``lookup_choice.py`` decides. None: by ``lookup_choice.pays``, and
-    not where ``chain_len`` is 0."""
+    """If True, a lookup in the text proposes too, in the rounds that ``lookup_choice.py`` chooses. None means the
+    result of ``lookup_choice.pays``, or False if ``chain_len`` is 0."""
     logprobs: int | None = None
-    """Log-probabilities of each token and of so many that are likeliest, by the model's own distribution."""
+    """The number of most likely tokens whose log-probabilities are returned with each token's own. They are of the raw
+    logits."""
 
     structured_outputs: Mapping[str, Any] | None = None
-    """The form that the text has to have, under vLLM's names: one of ``{"json": schema}``, ``{"json_object": true}``,
-    ``{"regex": ...}``, ``{"choice": [...]}`` and ``{"grammar": a grammar of llguidance's Lark}``. Beside it
-    ``reasoning_end``, the text of the token that ends reasoning, which is free; the prompt opened that, unless
-    ``reasoning_begin`` is the token that may."""
+    """The form that the text must have, under vLLM's names: one of ``{"json": schema}``, ``{"json_object": true}``,
+    ``{"regex": ...}``, ``{"choice": [...]}`` and ``{"grammar": a grammar of llguidance's Lark}``. The mapping may also
+    have ``reasoning_end``, the text of the token that ends unconstrained reasoning. The prompt opens that reasoning, or
+    ``reasoning_begin`` names the token that opens it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,12 +82,12 @@ class Options(Sampling):
             raise ValueError("structured_outputs end where their form does: leave min_tokens out")
 
     @classmethod
-    def of(cls, **given: Any) -> "Options":  # not typed: names come from files and requests, too
-        """Return the options of these names and values. Raises ValueError for a name that there is not."""
+    def of(cls, **given: Any) -> "Options":  # untyped, since names also come from files and requests
+        """Return the options with these names and values. Raises ValueError for an unknown name."""
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(known))
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no option of a generation: there are {', '.join(sorted(known))}")
+            raise ValueError(f"{unknown[0]!r} is no option of a generation: the options are {', '.join(sorted(known))}")
         return cls(**given)
 
     def check(self, metadata: Metadata) -> None:

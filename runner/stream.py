@@ -1,4 +1,4 @@
-"""A generation under way, and what it gave."""
+"""Streams a running generation, and holds its result."""
 
 import inspect
 import secrets
@@ -25,36 +25,37 @@ from eagle3.runner.sampling.sampler import Sampler
 from eagle3.runner.text.text import Text, TextStream
 
 ABORT = "abort"
-"""The generation was left or interrupted before its end (vLLM's name)."""
+"""The finish reason of a generation that was abandoned or interrupted before its end (vLLM's name)."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A round's outcome. ``text`` is what is sure to stay; with a stop string in sight it lags behind ``token_ids``."""
+    """The outcome of a round. ``text`` is final; it lags behind ``token_ids`` while a stop string may be beginning."""
 
     text: str
     token_ids: list[int]
     proposed: int = 0
-    """Tokens that the draft or the lookup proposed in this round; 0 for a step of the target, as the first token is."""
+    """Tokens that the draft or the lookup proposed in this round; 0 for a step of the target, such as the first
+    token."""
     accepted: int = 0
-    """Proposals that the target accepted. ``token_ids`` begins with them; one more is the target's own. A generation
-    that ends within a round has accepted more than it gives."""
+    """The number of proposals that the target accepted. ``token_ids`` begins with them and ends with one token of the
+    target. A generation that ends within a round emits fewer tokens than it accepted."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A generation. ``text`` is None where the artifact has no tokenizer."""
+    """The result of a generation. ``text`` is None if the artifact has no tokenizer."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
-    """The new ones; a stop token and the token that completed a stop string are included."""
+    """The new tokens, including a stop token or the token that completed a stop string."""
     text: str | None
     finish_reason: str
     """"stop" (an end token or a stop string), "length" (the budget or the context), "abort"."""
     stop_reason: int | str | None
     """The end token or the stop string."""
     options: Options
-    """The options, with the seed that was taken."""
+    """The options, with the seed that was used."""
     stats: GenerationStats
     logprobs: list[TokenLogprobs] | None = None
 
@@ -95,10 +96,10 @@ class StreamedModel(Protocol):
 
 
 class Stream(Iterator[Piece]):
-    """A generation under way. It has the model's KV caches from its first piece to its end.
+    """A running generation.
 
-    It ends early by ``close``, at the end of a ``with``, and as soon as nothing refers to it: CPython then closes it at
-    once. ``result`` keeps what there is.
+    It reserves the model's KV caches from its first piece to its end. It ends early by ``close``, at the end of a
+    ``with``, and as soon as nothing refers to it: CPython then closes it at once. ``result`` keeps the tokens so far.
     """
 
     def __init__(self, model: StreamedModel, prompt: list[int], options: Options, constraint: Constraint | None = None):
@@ -124,21 +125,22 @@ class Stream(Iterator[Piece]):
         return piece
 
     def advance(self) -> Piece | None:
-        """Compute one call's worth and return its piece, an empty one behind a chunk of the prompt; None at the end."""
+        """Compute one round, or one chunk of the prompt, and return its piece, which is empty for a chunk; None at the
+        end."""
         return next(self._pieces, None)
 
     def close(self) -> None:
-        """End it where it is."""
+        """End the generation at its current token."""
         self._pieces.close()
 
     @property
     def prompt_tokens(self) -> int:
-        """The length of its prompt."""
+        """The number of tokens of the prompt."""
         return len(self._answer.prompt)
 
     @property
     def running(self) -> bool:
-        """True if a thread is computing its next piece."""
+        """True if a thread is computing the next piece."""
         return inspect.getgeneratorstate(self._pieces) == inspect.GEN_RUNNING
 
     def __enter__(self) -> "Stream":
@@ -156,8 +158,8 @@ class Stream(Iterator[Piece]):
 class Answer:
     """The result of a generation so far.
 
-    The generator of pieces refers to this and not to its ``Stream``: a reference cycle would keep a stream that was
-    left, and the model with it, until a garbage collection.
+    The generator of pieces refers to this object and not to its ``Stream``. A reference cycle would keep an abandoned
+    stream, and the model with it, until a garbage collection.
     """
 
     def __init__(self, prompt: list[int], options: Options, decoder: TextStream | None, constraint: Constraint | None):
@@ -167,7 +169,7 @@ class Answer:
         self._decoder, self._rest_is_out = decoder, False
         self._tokens: list[int] = []
         self._texts: list[str] = []
-        self._counted = 0, 0  # draft tokens and accepted ones of the rounds before
+        self._counted = 0, 0  # draft tokens and accepted tokens of earlier rounds
         self.finish_reason: str = ABORT
         self._stop_reason: int | str | None = None
 
@@ -186,7 +188,7 @@ class Answer:
         )
 
     def take(self, fresh: list[int]) -> Piece:
-        """Keep what a round accepted, up to a stop string."""
+        """Keep the tokens that a round accepted, up to a stop string."""
         before, self._counted = self._counted, (self.stats.num_draft_tokens, self.stats.num_accepted_tokens)
         proposed, accepted = (now - then for now, then in zip(self._counted, before, strict=True))
         text = ""
@@ -200,13 +202,13 @@ class Answer:
         return Piece(text, fresh, proposed, accepted)
 
     def end(self, generation: Generation) -> None:
-        """Note that there are no more rounds."""
+        """Record that there are no more rounds."""
         self.finish_reason = generation.finish_reason
         if self.finish_reason == STOP:
             self._stop_reason = self._tokens[-1]
 
     def rest(self) -> str:
-        """Return the text that was held back, once."""
+        """Return the text that was held back; a second call returns an empty text."""
         if self._decoder is None or self._rest_is_out:
             return ""
         self._rest_is_out = True
@@ -252,7 +254,7 @@ def _rounds(model: StreamedModel, answer: Answer) -> Generator[list[int], None, 
 
 
 def choose(options: Options, metadata: Metadata, constraint: Constraint | None, tokens: Sequence[int]) -> Choice:
-    """Return the choice of what follows ``tokens``; ``constraint`` is compiled from ``options.structured_outputs``."""
+    """Return the choice of tokens after ``tokens``; ``constraint`` is compiled from ``options.structured_outputs``."""
     choice: Choice = Greedy() if options.plain else Sampler(options, metadata, tokens)
     if options.min_tokens and (ends := options.stop_ids(metadata)):
         choice = MinTokens(choice, options.min_tokens, ends)

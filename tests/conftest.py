@@ -47,7 +47,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def race_free(request):
-    """Checks every launch that a test makes by Triton's interpreter for races (``race_detector.py``)."""
+    """Check every launch of a test by Triton's interpreter for races (``race_detector.py``)."""
     if not hasattr(request.module, "interpreted"):
         yield
         return
@@ -67,7 +67,7 @@ def race_free(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_hub(tmp_path_factory):
-    """No test asks the Hugging Face hub, nor looks into this user's cache of it."""
+    """Keep tests from asking the Hugging Face hub, and from reading this user's cache of it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
         patch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
@@ -94,7 +94,7 @@ def published(hub, gemma4_31b):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A stand-in for the Hugging Face hub, empty; an empty cache of it, and an empty working folder."""
+    """An empty stand-in for the Hugging Face hub, with an empty cache and an empty working folder."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with serving(StandInHub()) as stand_in:
@@ -119,7 +119,7 @@ def hub_pair(hub):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """Target name to (transformers model, its folder), saved as transformers saves it."""
+    """A function that maps a target's name to a random transformers model and the folder in which it is saved."""
     made = {}
 
     def make(name: str):
@@ -135,7 +135,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def eager_target(checkpoints):
-    """Target name to a fresh eager ``TapTarget`` over the random checkpoint."""
+    """A function that maps a target's name to a new eager ``TapTarget`` with the weights of its random checkpoint."""
 
     def load(name: str, max_seq_len: int = 128):
         model, folder = checkpoints(name)
@@ -187,7 +187,8 @@ def in_order(items) -> None:
 
 
 def pytest_sessionstart(session):
-    """The process that pytest-xdist's workers belong to, or the only one, makes the folder."""
+    """Make the folder of shared artifacts in the process that controls pytest-xdist's workers, or in the only
+    process."""
     worker = getattr(session.config, "workerinput", None)
     session.config.stash[BEFOREHAND] = Beforehand(Path(worker["beforehand"] if worker else tempfile.mkdtemp()))
 
@@ -259,7 +260,7 @@ def model(session, artifact):
 
 @pytest.fixture(scope="module")
 def server(model, artifact):
-    """A server over the model, where a file of tests has none of its own."""
+    """A server for the model, for test files without a server of their own."""
     from served import served
 
     with served([model], artifact) as running:
@@ -268,7 +269,7 @@ def server(model, artifact):
 
 @pytest.fixture
 def chromium(started_browser):
-    """A tab of its own in a headless browser; tests that take it are skipped where there is none."""
+    """A new tab in a headless browser. Tests that use it are skipped if there is no browser."""
     started_browser.new_tab()
     return started_browser
 
@@ -285,7 +286,7 @@ def started_browser(tmp_path_factory):
 
 @pytest.fixture
 def held(session, monkeypatch):
-    """The target waits for as long as this is clear."""
+    """An event. The target waits while it is not set."""
     event, verify = threading.Event(), session.target_verify
     event.set()
     monkeypatch.setattr(session, "target_verify", lambda *given: verify(*given) if event.wait(60) else None)

@@ -125,8 +125,9 @@ def _extent(sizes: list[int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Library:
-    """A method's library. ``kernels``: fatbins by name. ``needs``: symbols that the host must have, without those of
-    system libraries. ``asks_for``: libraries that it asks the loader to load."""
+    """A method's library. ``kernels``: fatbins by name. ``needs``: symbols that the host must define, without those of
+    system libraries. ``asks_for``: the libraries that it lists as needed (``DT_NEEDED``).
+    """
 
     kernels: dict[str, bytes]
     needs: list[str]

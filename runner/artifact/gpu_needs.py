@@ -1,4 +1,4 @@
-"""The needs of a CUDA artifact on a GPU, from its files and without reading weights: memory, and what its blocks take.
+"""Computes the GPU memory and the shared memory per block that a CUDA artifact needs, without reading its weights.
 
 The exporter recorded each launch (``export.json``). Code for one architecture also runs on later ones, and some of them
 allow less shared memory a block: 99 KB on sm_86, sm_89 and sm_120, 163 KB on sm_80.

@@ -41,7 +41,7 @@ def find_model(path: Path) -> Path:
         )
     with model.open("rb") as file:
         head = file.read(8)
-    if head[4:6] != b"ET" or not head[6:].isdigit():  # ET12, so far; the runtime aborts over what is no number
+    if head[4:6] != b"ET" or not head[6:].isdigit():  # such as ET12; the runtime aborts if it is no number
         raise ValueError(
             f"{model} is no ExecuTorch program (no ET identifier in its header): damaged or another file, copy or "
             "export it again"

@@ -1,4 +1,4 @@
-"""Compares an artifact's files with their record in ``export.json`` before anything of them is loaded.
+"""Compares an artifact's files with their record in ``export.json`` before any of them is loaded.
 
 ExecuTorch checks the form of a program but not its weights. A single flipped byte may change tokens or crash the
 process. Sizes are therefore always compared. The sha256 is compared for small files (in less than a second), for the
@@ -22,7 +22,7 @@ DIGITS = 12  # of a sha256 in a message
 
 
 def silent(_line: str) -> None:
-    """Say nothing."""
+    """Discard a line."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A turn of a prompt, or why there is none and no later one."""
+    """The result of a turn of a prompt, or the reason why this turn and later ones have none."""
 
     prompt: Prompt
     turn: int

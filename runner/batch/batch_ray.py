@@ -1,4 +1,6 @@
-"""The prompts of a file on replicas in a Ray cluster, by Ray Data. All that is not distributed is in ``batch.py``."""
+"""Runs the prompts of a file on replicas in a Ray cluster, with Ray Data. Reading prompts and writing results is left
+to ``batch.py``.
+"""
 
 import functools
 import math
@@ -12,12 +14,14 @@ from eagle3.runner.batch.batch import Batch, Outcome
 from eagle3.runner.text.prompts import Prompt
 
 AT_ONCE = 16
-"""Prompts of a task: their results come together, and are computed again if the run is interrupted before."""
+"""The prompts of one Ray task. Their results arrive together; if the run is interrupted before, all of them are
+computed again.
+"""
 Said = Sequence[str | None]
 
 
 class Worker:
-    """A replica: a model of its own. Ray makes it on the node where it runs."""
+    """A replica with a model of its own. Ray creates it on the node where it runs."""
 
     def __init__(self, artifact: str, loading: dict[str, Any], chat: bool, system: str | None, options: dict[str, Any]):
         from eagle3.runner import load
@@ -35,8 +39,10 @@ class Worker:
 def over_ray(
     artifact: Path, replicas: int, loading: dict[str, Any]
 ) -> Callable[[Batch, Sequence[Prompt], Mapping[int, Said]], Iterator[Outcome]]:
-    """Return what ``run_batch`` computes with: ``replicas`` of an artifact that every node has at this path, each with
-    a GPU where it was made for one. The cluster is that of RAY_ADDRESS, or this machine."""
+    """Return the ``compute`` function of ``run_batch`` that runs prompts on ``replicas`` of an artifact, which every
+    node has at this path. Each replica of a CUDA artifact has a GPU of its own. The cluster is that of RAY_ADDRESS, or
+    this machine.
+    """
     return functools.partial(_outcomes, artifact.absolute(), replicas, loading)
 
 
@@ -48,7 +54,7 @@ def _outcomes(
     prompts: Sequence[Prompt],
     replies: Mapping[int, Said],
 ) -> Iterator[Outcome]:
-    """Yield the outcomes as they come, which is not the prompts' order."""
+    """Yield the outcomes as they are computed, not in the order of the prompts."""
     import ray
     from ray import cloudpickle
 
@@ -70,8 +76,9 @@ def _outcomes(
 
 
 def _check_room(cluster: Mapping[str, float], free: Mapping[str, float], replicas: int, of: str) -> None:
-    """Raise ValueError where a cluster has no CPU, or no GPU, for each replica, and warn where it has none free:
-    Ray would wait for it without a word."""
+    """Raise ValueError if a cluster has fewer CPUs (GPUs for CUDA) than replicas, and warn if fewer are free: Ray
+    itself would wait for them without a message.
+    """
     if cluster.get(of, 0) < replicas:
         most = int(cluster.get(of, 0))
         advice = f"type --ray {most}, or add nodes" if most else "add nodes that have one"

@@ -1,7 +1,7 @@
-"""Makes prompts as long as a context, whose end asks for what stands at their beginning.
+"""Makes prompts of a given length whose end repeats their beginning.
 
 A prompt of the file comes first, then the others in turn until the context is nearly full, then the first half of the
-prompt again. Its second half is what follows best, and it stands as far back as the context is long.
+prompt again. The likely continuation is the second half of that prompt, which stands at the beginning of the context.
 """
 
 from collections.abc import Iterator, Sequence

@@ -65,7 +65,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
 
 
 def draw_contexts(report: dict[str, Any], file: Path) -> None:
-    """Write the plot of a run with ``--context``: acceptance length and decoding's speed behind each context."""
+    """Write the plot of a run with ``--context``: acceptance length and decoding speed after each context."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -135,7 +135,7 @@ def draw_speed(axes: "Axes", configurations: list[dict[str, Any]], label: str, c
 
 
 def ratio_text(figures: dict[str, Any]) -> str:
-    """Return the ratio to no speculation as text."""
+    """Return the ratio of the speed to that without speculation, as text."""
     return f"x {figures.get('ratio_to_no_speculation', {'median': 1})['median']:.2f}"
 
 

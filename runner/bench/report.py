@@ -115,8 +115,8 @@ def round_cells(report: dict[str, Any]) -> Cells:
 
 
 def category_cells(report: dict[str, Any]) -> Cells:
-    """Return a row per category and configuration; none if the prompts have no categories. Behind a long context the
-    speeds are those of decoding, and the first token has a column."""
+    """Return a row per category and configuration; none if the prompts have no categories. For long contexts the speeds
+    are of decoding only, and the time to the first token is a column of its own."""
     if report.get("contexts"):
         return context_cells(report)
     names = dict.fromkeys(name for figures in report["ways"] for name in figures["categories"])
@@ -128,7 +128,7 @@ def category_cells(report: dict[str, Any]) -> Cells:
 
 
 def context_cells(report: dict[str, Any]) -> Cells:
-    """Return a row per context and configuration: decoding behind it, and the time to the first token."""
+    """Return a row per context and configuration: decoding after the context, and the time to the first token."""
     rows = []
     for context in report["contexts"]:
         for figures in report["ways"]:

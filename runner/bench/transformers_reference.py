@@ -48,7 +48,7 @@ class TransformersReference:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        torch.set_num_threads(os.cpu_count() or 1)  # a thread per core, torch's own default
+        torch.set_num_threads(os.cpu_count() or 1)  # a thread per core is torch's own default
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
         self.model.eval().requires_grad_(False)
 

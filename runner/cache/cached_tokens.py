@@ -27,8 +27,8 @@ class CachedTokens:
     def run(self, start: int, rows: int, rollback_rows: int | None) -> None:
         """Record that the target is about to compute ``rows`` from position ``start`` on.
 
-        The states of recurrent layers then hold all positions before ``start``, of a chunk longer than
-        ``rollback_rows`` all but its last ones, and a chunk saves that state.
+        The states of recurrent layers then hold all positions before ``start``. A chunk longer than ``rollback_rows``
+        also commits all of its rows but the last ``rollback_rows``, and saves the state at that point.
         """
         self.reach(start + rows - 1)
         if rollback_rows is not None and rows > rollback_rows:
@@ -46,8 +46,8 @@ class CachedTokens:
 
         The prompt's last token is always computed again, for its logits. With ``draft``, the last common token is
         computed again too if its successor differs, because its draft slot pairs its feature with the successor.
-        Recurrent layers go on from what they have not committed, or from the state that the last long chunk saved,
-        which only a long chunk reads.
+        Recurrent layers can continue from any position that they have not committed, or from the state that the last
+        long chunk saved; only a long chunk reads that state.
         """
         common = common_prefix(prompt, self.tokens)
         kept = min(common, len(prompt) - 1, len(self.tokens) - 1)

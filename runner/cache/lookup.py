@@ -1,12 +1,12 @@
-"""Finds where the end of a text stood before, and proposes what followed there.
+"""Finds earlier places of a text with the same tokens as its end, and proposes the tokens that followed there.
 
 This is prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, transformers'
-``prompt_lookup_num_tokens``) with an index. The last three tokens lead to the latest places where they
-stood; the place that has the most tokens in common with the end of the text is taken. Adding a token, taking one back
-and finding the place take constant time each.
+``prompt_lookup_num_tokens``) with an index. The last three tokens are looked up at their latest earlier places; the
+place that has the most tokens in common with the end of the text is taken. Adding a token, removing one and finding the
+place each take constant time.
 
 A suffix automaton would find the longest common suffix among all places rather than the latest few, but it cannot
-take tokens back, and it leads to the earliest place, where the latest predicts better.
+remove tokens, and it leads to the earliest place, although the latest predicts better.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,33 +14,34 @@ from collections.abc import Iterable, Sequence
 from eagle3.runner.cache.cached_tokens import common_prefix
 
 SHORTEST = 3
-"""Tokens that a place has in common with the end of the text, at least."""
+"""The least number of tokens that a place must have in common with the end of the text."""
 PLACES, LONGEST = 8, 32
-"""Places that are compared, the latest first, and tokens that are compared at each."""
+"""The number of places that are compared, the latest first, and of tokens that are compared at each."""
 
 
 class TextIndex:
-    """The tokens of a text, and the places where its last tokens stood before.
+    """The tokens of a text, and the places where its last tokens occurred before.
 
-    A place is a number of tokens: what stands before it is ``tokens[:place]``.
+    A place is a number of tokens: ``tokens[:place]`` are the tokens before it.
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._latest: dict[tuple[int, ...], int] = {}
-        """Maps three tokens to the latest place behind them."""
+        """Maps three tokens to the latest place after them."""
         self._earlier: list[int] = [0] * SHORTEST
-        """For each place, the latest earlier one behind the same three tokens; 0 for none."""
+        """For each place, the latest earlier place after the same three tokens; 0 if there is none."""
         self._place = self._common = 0
-        """The place that was found last, followed since, and the tokens that it has in common with the end."""
+        """The place found last, moved on with each added token, and the number of tokens that it has in common with the
+        end."""
 
     def become(self, tokens: Sequence[int]) -> None:
-        """Make ``tokens`` the text. Takes time in proportion to the tokens that change."""
+        """Make ``tokens`` the text. The time is proportional to the number of tokens that change."""
         self._take_back(common_prefix(self.tokens, tokens))
         self.add(tokens[len(self.tokens) :])
 
     def add(self, tokens: Iterable[int]) -> None:
-        """Append to the text."""
+        """Append tokens to the text."""
         text, latest, earlier = self.tokens, self._latest, self._earlier
         for token in tokens:
             if self._common:
@@ -50,7 +51,7 @@ class TextIndex:
                 key = (text[-2], text[-1], token)
                 place = len(text) + 1
                 before = latest.get(key, 0)
-                earlier[place:] = [before if before < place else 0]  # not a place that an interruption left
+                earlier[place:] = [before if before < place else 0]  # ignores a place that an interrupted call left
                 latest[key] = place
             text.append(token)
 
@@ -72,7 +73,7 @@ class TextIndex:
         """Return how many tokens the end of the text has in common with the best earlier place, 0 if it has none with
         ``SHORTEST`` or more.
 
-        A place that goes on as the text does remains the best: no other place can have gained more.
+        A place whose next token equals the added one remains the best, because no other place can have gained more.
         """
         if not self._common and len(self.tokens) > SHORTEST:
             self._find()
@@ -92,8 +93,8 @@ class TextIndex:
             place = earlier[place]
 
     def ahead(self, count: int) -> list[int]:
-        """Return ``count`` tokens that may follow, [] if ``common`` is 0. What followed the place is repeated if it is
-        shorter, as the rhythm of the text."""
+        """Return ``count`` tokens that may follow, [] if ``common`` is 0. If fewer tokens follow the place, they are
+        repeated."""
         if not self.common():
             return []
         tokens = self.tokens[self._place : self._place + count]

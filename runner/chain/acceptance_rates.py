@@ -1,17 +1,19 @@
 """Counts how often the draft's proposals are accepted, position by position."""
 
 MEMORY, USUAL_MEMORY = 16, 1024
-"""Rounds until an outcome counts a third as much: in this text, and in what is usual."""
+"""The rounds after which an outcome weighs 1/e as much: in the rates of this text, and in the usual rates of all texts.
+"""
 PRIOR, PRIOR_WEIGHT = 0.8, 4
-"""The rate before any outcome, and the outcomes that an expected rate counts for."""
+"""The acceptance rate before any outcome, and the number of outcomes that an expected rate weighs as much as."""
 
 Counts = list[tuple[float, float]]
 """Accepted and observed proposals at each position."""
 
 
 class AcceptanceRates:
-    """Rates that this text has not shown lately are expected to be as usual; rates that no text has shown, as at the
-    position before."""
+    """Acceptance rates of this text. A rate with few outcomes in this text is drawn to the usual rate of all texts; a
+    usual rate with few outcomes is drawn to the usual rate of the position before.
+    """
 
     def __init__(self, longest: int, prior: float = PRIOR):
         """``longest``: the most proposals of a round; ``prior``: the rate before any outcome"""
@@ -25,7 +27,7 @@ class AcceptanceRates:
         self._now: Counts = [(0.0, 0.0)] * len(self._usual)
 
     def record(self, proposed: int, accepted: int) -> None:
-        """Count a round. One that proposed nothing says nothing."""
+        """Count the outcomes of a round. A round without proposals leaves the rates as they are."""
         if proposed:
             self._tokens = []
             self._usual = counted(self._usual, proposed, accepted, 1 - 1 / USUAL_MEMORY)
@@ -49,6 +51,6 @@ def rate(counts: tuple[float, float], expected: float) -> float:
 
 
 def counted(counts: Counts, proposed: int, accepted: int, decay: float) -> Counts:
-    """Return ``counts`` after another round. A proposal is observed where all before it were accepted."""
+    """Return ``counts`` after another round. A proposal is observed if all before it were accepted."""
     observed = min(accepted + 1, proposed)
     return [(a * decay + (at < accepted), o * decay + (at < observed)) for at, (a, o) in enumerate(counts)]

@@ -1,11 +1,12 @@
-"""An adaptive chain length: the one that promises the most tokens a second.
+"""Chooses the chain length that is expected to give the most tokens per second.
 
 A round of length k yields 1 + r1 + r1 r2 + ... + r1...rk tokens, where r_i is the rate at which the i-th proposal is
 accepted when those before it were (EAGLE's n-alpha). Length 0, a step of the target alone, is one of the lengths, so
-speculation that does not pay goes off. The tokens are the same whatever this does.
+speculation that does not pay is turned off. The tokens do not depend on the chain length.
 
-What a round costs is learned by comparison alone, since a machine's speed changes: the median of a few rounds of
-another length, between rounds of the present one. Where these differ the machine has changed, and nothing is learned.
+Costs are ratios, because a machine's speed changes: the median time of a few rounds of another length is divided by
+that of rounds of the present length before and after. If the rounds before and after differ, the machine's speed has
+changed, and the comparison is dropped.
 """
 
 from collections.abc import Iterable
@@ -16,29 +17,34 @@ import numpy as np
 from eagle3.runner.chain.acceptance_rates import AcceptanceRates
 
 ROUNDS = 3
-"""Timed rounds of one length whose median is taken; then the next ones are chosen."""
+"""The number of timed rounds of one length whose median is taken before the next length is chosen."""
 SURPRISE = 1.25
-"""Two numbers that are apart by more than this factor are not the same but for noise."""
+"""Two times whose ratio exceeds this factor differ by more than noise."""
 PAUSE, LOST_SHARE = 40, 0.01
-"""Rounds from a comparison to the next, and the share of the time that comparisons with a worse length may lose."""
+"""The least number of rounds between two comparisons, and the share of the time that comparisons with a worse length
+may lose.
+"""
 
 
 class AdaptiveChain:
-    """Keep one for as long as the session: what it has learned holds for the next generation too."""
+    """The adaptive chain length of a session. Its learned costs also hold for later generations, so a session keeps one
+    object.
+    """
 
     speculates = True
 
     def __init__(self, longest: int):
         """``longest``: the artifact's chain length, or less"""
         self.length = self._other = longest
-        """Draft tokens of the rounds to come, but for those of a comparison; 0 where speculation is off."""
+        """The draft tokens of coming rounds, except rounds of a comparison; 0 if speculation is off."""
         self._rates, self._lengths = AcceptanceRates(longest), range(longest + 1)
-        self._costs = [1 + 0.1 * length for length in self._lengths]  # of a round beside the others; a guess at first
-        self._compared = {longest}  # lengths whose costs were seen; those of others lie between
-        self._seconds: list[float] = []  # of rounds of ``next()``
-        self._medians: list[float] = []  # of a comparison under way: the present length's, then the other's
-        self._doubted = False  # whether that comparison repeats one that surprised
-        self._due = [0.0] * (longest + 1)  # the round from which on each length may be compared again
+        # Costs of a round, relative to the other lengths; guessed until they are compared.
+        self._costs = [1 + 0.1 * length for length in self._lengths]
+        self._compared = {longest}  # lengths with measured costs; the other costs are interpolated
+        self._seconds: list[float] = []  # of the latest rounds of length ``next()``
+        self._medians: list[float] = []  # of the current comparison: the present length's, then the other's
+        self._doubted = False  # True if the current comparison repeats one with an unexpected result
+        self._due = [0.0] * (longest + 1)  # the first round in which each length may be compared again
         self._rounds, self._last = 0, -1
 
     def begin(self) -> None:
@@ -49,8 +55,9 @@ class AdaptiveChain:
         return self._other if len(self._medians) == 1 else self.length
 
     def record(self, proposed: int, accepted: int, seconds: float) -> None:
-        """The first round after a change of length is not timed: a CPU's caches hold the weights of other methods, and
-        its drafts may have been made before the change."""
+        """Count a round. The first round after a change of length is not timed: the CPU's caches hold the weights of
+        other methods, and its drafts may have been made before the change.
+        """
         self._rates.record(proposed, accepted)
         self._rounds += 1
         if proposed == self._last == self.next() and seconds > 0:
@@ -62,7 +69,7 @@ class AdaptiveChain:
 
     @property
     def note(self) -> str | None:
-        """A line for the user where speculation is off."""
+        """A line for the user if speculation is off, otherwise None."""
         if self.length or len(self._lengths) == 1:
             return None
         length = self._best(self._lengths[1:])
@@ -76,7 +83,7 @@ class AdaptiveChain:
         return max(lengths, key=lambda length: tokens[length] / self._costs[length])
 
     def _choose(self, taken: float) -> None:
-        """The length of the next rounds. ``taken``: the median of those behind."""
+        """Set the length of the next rounds. ``taken`` is the median time of the last rounds."""
         if self._medians:
             self._medians.append(taken)
             if len(self._medians) == 2:
@@ -91,8 +98,10 @@ class AdaptiveChain:
         self.length = best
 
     def _to_compare(self) -> int | None:
-        """The length to compare with the present one now: 0 and what promises most, if they never were; then 0 and the
-        lengths beside the present one, when they are due."""
+        """Return the length to compare with the present one now, or None. Lengths that were never compared come first:
+        0, then the length that is expected to be the fastest. After them come 0 and the two neighbours of the present
+        length, when they are due.
+        """
         best = self._best(self._lengths) if 0 in self._compared else 0
         if best not in self._compared:
             return best
@@ -103,11 +112,11 @@ class AdaptiveChain:
         return other if self._due[other] <= self._rounds else None
 
     def _learn(self, before: float, seconds: float, after: float) -> None:
-        """Take in the medians of a comparison. What it lost beside rounds of the present length sets when the next is
-        due.
+        """Update the costs from the three medians of a comparison. The more time the comparison lost, the later the
+        length is compared again.
 
-        A cost that surprises has to be seen again, since a stall does not last for two comparisons. Where it was known
-        before, the machine has become another, and what was known of the other lengths is forgotten.
+        An unexpected cost must be measured a second time, since a stall does not last for two comparisons. If that
+        length had been measured before, the machine has changed, and the costs of the other lengths are forgotten.
         """
         costs, present = self._costs, self.length
         ratio, expected = 2 * seconds / (before + after), costs[self._other] / costs[present]

@@ -5,21 +5,22 @@ from typing import Protocol
 
 class ChainLength(Protocol):
     speculates: bool
-    """False: no round proposes anything, so nothing is kept for the draft."""
+    """False if no round proposes anything, so that nothing is kept for the draft."""
 
     def begin(self) -> None:
-        """Another generation."""
+        """Start another generation."""
 
     def next(self) -> int:
-        """Draft tokens of the next round, 0 for a step without speculation."""
+        """Return the number of draft tokens of the next round, 0 for a step without speculation."""
 
     def record(self, proposed: int, accepted: int, seconds: float) -> None:
-        """Take in a round's outcome, and the seconds that its drafts and its verification took. What the caller does
-        between two rounds is not among them."""
+        """Record the outcome of a round and the seconds that its drafts and its verification took, without the caller's
+        time between two rounds.
+        """
 
 
 class FixedChain:
-    """The same in every round; 0 for none."""
+    """The same chain length in every round; 0 turns speculation off."""
 
     def __init__(self, length: int):
         self.length, self.speculates = length, length > 0

@@ -1,10 +1,12 @@
-"""Decides whether a round verifies the lookup's proposals or the draft head's: those that promise more tokens a second.
+"""Decides whether a round verifies the lookup's or the draft head's proposals: those with more expected tokens per
+second.
 
-What the lookup promises depends on how much the place that it found has in common with the end of the text, so rates
-are kept by class of that length. Every round shows whether the lookup was right, also a round of the head; what the
-head would have said is known from its own rounds alone, so that it gets one from time to time.
+The lookup's acceptance rate depends on how many tokens the place that it found has in common with the end of the text,
+so rates are kept by class of that number. Every round shows whether the lookup's proposals were right, even a round of
+the head. The head's proposals are known only from its own rounds, so the head gets a round from time to time.
 
-Costs are learned as ratios: a round's seconds beside those of the rounds before it. Nothing here changes the tokens.
+Costs are learned as ratios of a round's seconds to those of the rounds before it. The tokens do not depend on the
+decision.
 """
 
 from collections.abc import Sequence
@@ -16,14 +18,16 @@ from eagle3.runner.chain.acceptance_rates import AcceptanceRates
 from eagle3.runner.contract import Metadata
 
 PRIORS = (0.4, 0.6, 0.8, 0.9)
-"""The rates of the lookup before any outcome, where the place has 3 and 4, 5 to 8, 9 to 16, or more tokens in common
-with the end of the text."""
+"""The acceptance rates of the lookup before any outcome, for a place with 3 or 4, 5 to 8, 9 to 16, or more tokens in
+common with the end of the text."""
 ROW, DRAFT = 0.02, 0.08
-"""The costs of a row of a verify window and of a draft token, in steps of the target, before any is timed."""
+"""The assumed costs of a row of a verify window and of a draft token, in steps of the target, before any round is
+timed."""
 PACE, LEAST_WEIGHT, FURTHEST = 9, 0.1, 2.0
-"""Rounds whose median is the machine's pace; the least weight of a new cost; the most that one round changes a cost."""
+"""The number of rounds whose median is the machine's speed; the least weight of a new cost; the largest factor by which
+one round changes a cost."""
 TRIAL = 32
-"""Rounds of the lookup in one class until the head gets one; then twice as many."""
+"""The rounds of the lookup in one class before the head gets a round; the number doubles after each of these."""
 
 MEASURED_BACKENDS = ("xnnpack",)
 """Backends on which the lookup was measured (scripts/README.md)."""
@@ -34,7 +38,7 @@ Kind = tuple[bool, int]
 
 
 class RoundCosts:
-    """The costs of rounds beside each other. The unit is a step of the target, as far as one is known."""
+    """The costs of rounds relative to each other. The unit is the cost of a step of the target."""
 
     def __init__(self) -> None:
         self._costs: dict[Kind, float] = {}
@@ -42,8 +46,8 @@ class RoundCosts:
         self._paces: list[float] = []
 
     def __getitem__(self, kind: Kind) -> float:
-        """Return the cost of a kind of round. One that was never timed is taken to differ from the nearest that was as
-        it does before any was timed."""
+        """Return the cost of a kind of round. The cost of a kind that was never timed is that of the nearest timed
+        kind, scaled by the ratio of their assumed costs."""
         if kind in self._costs:
             return self._costs[kind]
         by, count = kind
@@ -68,13 +72,14 @@ def guess(kind: Kind) -> float:
 
 
 def pays(metadata: Metadata) -> bool:
-    """Return whether the lookup is on for an artifact where nothing else is said: where a round verifies more than the
-    head proposes, and that was measured to pay. In windows of the head's own length it gains next to nothing."""
+    """Return True if the lookup is on by default for an artifact: if a round verifies more rows than the head proposes,
+    on a backend where the lookup was measured to pay. In windows of the head's own length it gains next to nothing."""
     return metadata.window > metadata.chain_len + 1 and metadata.manifest.get("backend") in MEASURED_BACKENDS
 
 
 class LookupChoice:
-    """Keep one for as long as the session: what it has learned holds for the next generation too."""
+    """The choice between lookup and head. What it learns also holds for later generations, so a session keeps one
+    object."""
 
     def __init__(self, chain_len: int, longest: int):
         """``chain_len``: the most tokens that the head proposes, 0 without a head; ``longest``: the most that a round
@@ -88,7 +93,7 @@ class LookupChoice:
         self._forget_text()
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Begin another generation."""
+        """Begin another generation, after ``prompt``."""
         self.text.become(prompt)
         for rates in (*self._lookup, *self._head):
             rates.forget_text()
@@ -100,12 +105,13 @@ class LookupChoice:
         self._since_head, self._trial = [0] * len(PRIORS), [TRIAL] * len(PRIORS)
 
     def offer(self, chain_len: int, room: int, drafted: bool) -> list[int]:
-        """Return the tokens that the next round is to verify, [] where it is the head's (or a step of the target).
+        """Return the lookup's tokens for the next round to verify, [] if the head proposes (or for a step of the
+        target).
 
         Args:
             chain_len: the tokens that the head would propose, 0 for none
             room: the most tokens that the context has room for
-            drafted: the head's tokens are there already, and have to be made again when it is its turn again
+            drafted: True if the head's tokens exist already; they must be made again after a round of the lookup
         """
         self._offered = self.text.ahead(min(self._longest, room))
         if not self._offered:
@@ -118,7 +124,7 @@ class LookupChoice:
         best, count = 0.0, 0
         for proposed in self._counts():
             cost = self._costs[LOOKUP, proposed]
-            if drafted and head_cost > cost:  # a place that has gone on for so long goes on for as long again
+            if drafted and head_cost > cost:  # assume that the place continues for as long as it has so far
                 cost += (head_cost - cost) / max(1.0, common / tokens[proposed])
             if tokens[proposed] / cost > best:
                 best, count = tokens[proposed] / cost, proposed
@@ -132,15 +138,15 @@ class LookupChoice:
         return self._offered[:count]
 
     def _counts(self) -> Sequence[int]:
-        """The numbers of tokens to choose among: few, since each is another shape for a CPU's kernels."""
+        """The numbers of tokens to choose among. They are few, since each is another shape for the CPU's kernels."""
         most = len(self._offered)
         return sorted({most, min(self._chain_len or 3, most)})
 
     def record(self, ids: Sequence[int], proposed: int, by_lookup: bool, seconds: float) -> None:
-        """Take in a round: the tokens that it said, which are in ``text`` already, and the seconds that it took, 0 if
-        they are not to count."""
+        """Record a round: the target's tokens ``ids``, which are in ``text`` already, and its seconds; 0 s is not
+        counted."""
         if not self._offered:
-            return  # a round without a choice: nothing is learned of it, which costs nothing
+            return  # without a choice nothing is learned, and this costs no time
         right = common_prefix(self._offered, ids)
         self._lookup[self._class].record(min(len(ids), len(self._offered)), right)
         if not by_lookup and proposed:
@@ -152,6 +158,6 @@ class LookupChoice:
             self._costs.record((by_lookup, proposed), seconds)
 
     def seeded(self, rows: int, seconds: float) -> None:
-        """Take in the seconds that writing the draft slots of the lookup's rounds took; ``rows`` were written."""
+        """Record the seconds that it took to write ``rows`` draft slots of the lookup's rounds."""
         each = seconds / rows
         self._seed_seconds = each if not self._seed_seconds else 0.8 * self._seed_seconds + 0.2 * each

@@ -23,7 +23,7 @@ def print_pieces(model: Model, pieces: Iterable[Piece], written: Callable[[Piece
             sys.stdout.write(text)
             sys.stdout.flush()
             last = text[-1:] or last
-    except OSError:  # stdout itself: it takes no line end either
+    except OSError:  # stdout itself failed, so it cannot take a line end either
         raise
     except Exception:
         if last != "\n":

@@ -10,14 +10,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from eagle3.runner.model import Model
 
 PATIENCE = 1.0
-"""Seconds after which the line appears: shorter prompts show none."""
+"""Seconds after which the line appears, so that short prompts show none."""
 INTERVAL = 0.1
 
 
 @contextmanager
 def prompt_progress(model: Model) -> Iterator[None]:
-    """While this is open, show a line on stderr that says how many tokens of the model's prompt its caches hold.
-    Without a terminal there is none."""
+    """Show, within this context, a line on stderr with the number of the prompt's tokens that the model's caches hold.
+    Nothing is shown if stderr is not a terminal."""
     console, over = Console(stderr=True), threading.Event()
     if not console.is_terminal:
         yield

@@ -1,4 +1,4 @@
-"""Explains where a generation and its replay part: it asks each of the artifact's methods at that position."""
+"""Explains the first difference between a generation and its replay: every method computes that position again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -18,31 +18,32 @@ from eagle3.runner.rounds.choice import Choice
 from eagle3.runner.rounds.loop import generate
 
 MakeChoice = Callable[[], Choice]
-"""A choice as it stood before the first token; a sampler with the same seed."""
+"""Returns a new choice in its state before the first token, such as a sampler with the same seed."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """The token that one probe of a position says."""
+    """The token that one probe gives for the position."""
 
     method: str
     rows: int
     """The rows of the call."""
     row: int
-    """The position's among them, from 0."""
+    """The index of the position among these rows, from 0."""
     token: int
     margin: float | None
-    """Difference of the two best logits; None without logits (``speculate`` gives none), as the next."""
+    """The difference of the two best logits. Without logits (``speculate`` returns none) this and ``moved`` are
+    None."""
     moved: float | None
     """The change of the two tokens' logits against each other since the replay, in standard deviations of
     its logits."""
     speculated: bool = False
-    """The generation's own verify window, run again: over caches that speculation wrote."""
+    """True if this is the generation's own verify window, run again over caches that speculation wrote."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token that differs. All that is not ``speculated`` was computed over the caches of the replay."""
+    """The first token that differs. Tokens that are not ``speculated`` were computed over the caches of the replay."""
 
     index: int
     """The index among the generated tokens, from 0."""
@@ -52,18 +53,18 @@ class Divergence:
     """The token of the generation that was checked."""
     replayed: int
     margin: float | None
-    """Difference of the replay's two best logits; None without logits, as the next four."""
+    """The difference of the replay's two best logits. Without logits, this and the next four fields are None."""
     relative_margin: float | None
-    """Like the next two, in standard deviations of the replay's logits."""
+    """``margin`` in standard deviations of the replay's logits, the unit of the next two fields."""
     moved: float | None
-    """The least that the two tokens' logits moved against each other where ``token`` is said; where no method says it,
-    what they would have to."""
+    """The least change of the two tokens' logits against each other among the probes that give ``token``; if no probe
+    gives it, the change that would be needed."""
     threshold: float | None
-    """The distance by which rounding may move them."""
+    """The largest change that rounding may cause."""
     near_tie: bool | None
     """True if rounding explains it; False for a defect."""
     reproduced: bool
-    """True if speculation, run again over empty caches, says its token again."""
+    """True if speculation, run again over empty caches, gives the same token again."""
     said: tuple[Said, ...]
 
 
@@ -75,16 +76,16 @@ class Probe(NamedTuple):
     row: int
 
     def span(self, position: int) -> tuple[int, int]:
-        """Return the call's first position, and the one behind its last."""
+        """Return the call's first position, and the one after its last."""
         return position - self.row, position - self.row + self.rows
 
 
 def probes(metadata: Metadata, has_decode: bool, position: int) -> list[Probe]:
-    """Return every call that computes ``position`` over caches that hold what is before it.
+    """Return every call that computes ``position`` over caches that hold all positions before it.
 
-    None reads what an earlier one wrote in front of its own first row: first come those that begin at the position,
-    then verify windows that begin ever earlier, last the longest chunk of prefill. Recurrent layers have committed what
-    is before the position: only calls that begin there are left.
+    The calls are in an order in which no call reads cache slots that an earlier call overwrote: calls that begin at the
+    position, then verify windows that begin earlier and earlier, last the longest chunk of prefill. Recurrent layers
+    have already committed the positions before, so with them only calls that begin at the position are returned.
     """
     most, longest = metadata.window, min(metadata.max_prefill, position + 1)
     found = [Probe(DECODE, 1, 0)] if has_decode else []
@@ -102,7 +103,7 @@ def probes(metadata: Metadata, has_decode: bool, position: int) -> list[Probe]:
 
 
 class Watched:
-    """A choice whose last step of the target is kept."""
+    """A choice that keeps the last step of the target."""
 
     def __init__(self, choice: Choice):
         self._choice, self.greedy = choice, choice.greedy
@@ -124,7 +125,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Place:
-    """The position at which a generation and its replay differ. The session's caches hold what is before."""
+    """The position at which a generation and its replay differ. The session's caches hold the positions before it."""
 
     session: Session
     prompt: Sequence[int]
@@ -132,7 +133,7 @@ class Place:
     """The generation's tokens, up to the one that differs."""
     replayed: int
     step: Step
-    """[1, 1], of which ``replayed`` was chosen."""
+    """The replay's step, ids [1, 1], from which ``replayed`` was chosen."""
     make_choice: MakeChoice
     near_tie: float
     """The tolerance in standard deviations of the logits (``artifact/near_ties.py``)."""
@@ -166,18 +167,20 @@ class Place:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The activations' dtype. Without a draft no method returns any, but CUDA's are bfloat16."""
+        """The activations' dtype: that of the feature, or without a draft head bfloat16 for CUDA and float32
+        otherwise."""
         if self.step.feature is not None:
             return self.step.feature.dtype
         return torch.bfloat16 if self.session.metadata.manifest.get("backend") == "cuda" else torch.float32
 
     @property
     def _logits(self) -> Tensor | None:
-        """[V] of the replay."""
+        """The replay's logits [V], or None."""
         return None if self.step.logits is None else self.step.logits[0, 0]
 
     def _gap(self, logits: Tensor, replay: Tensor) -> float:
-        """Return how far the replay's token is ahead, in standard deviations of the replay's logits."""
+        """Return the logit of the replay's token minus that of the generation's, in standard deviations of the replay's
+        logits."""
         return float((logits[self.replayed] - logits[self.token_ids[-1]]) / replay.std())
 
     def _smallest_move(self, said: list[Said], replay: Tensor) -> float:
@@ -189,12 +192,12 @@ class Place:
         last = len(tokens) - 1
         for probe in probes(session.metadata, session.has_decode, last):
             start, end = probe.span(last)
-            fed = (tokens + tokens[-1:] * probe.rows)[start:end]  # what stands behind the position is of no account
+            fed = (tokens + tokens[-1:] * probe.rows)[start:end]  # tokens after the position do not matter
             step = getattr(session, probe.method)(torch.tensor([fed]), session.positions[start:end])
             yield self._read(step, probe, -1 if probe.method == PREFILL else probe.row)
 
     def _speculated(self, chain: int | ChainLength | None, lookup: LookupChoice | None) -> Said | None:
-        """Return the generation again, to the end of this round; None where it does not say the same."""
+        """Run the generation again up to the round with the difference. Return None if it gives other tokens."""
         watched, wanted, done = Watched(self.make_choice()), list(self.token_ids), 0
         steps = generate(self.session, self.prompt, len(wanted), chain, stop_ids=(), choice=watched, lookup=lookup)
         with closing(steps):
@@ -203,16 +206,16 @@ class Place:
                     return None
                 row, done = len(wanted) - 1 - done, done + len(fresh)
         step = watched.step
-        assert step is not None  # there was a token
+        assert step is not None  # at least one token was generated
         rows = step.ids.shape[1]
         one = Probe(DECODE, 1, 0) if self.session.has_decode else Probe(TARGET_VERIFY, 2, 0)
-        if step.ids.shape[0] == 2:  # of a fused round, with the next verify window
+        if step.ids.shape[0] == 2:  # a fused round: the second row is the next verify window
             return self._read(step._replace(ids=step.ids[:1]), Probe(SPECULATE, rows, row), row, speculated=True)
         probe = Probe(TARGET_VERIFY, rows, row) if rows > 1 else one
         return self._read(step, probe, row, speculated=True)
 
     def _read(self, step: Step, probe: Probe, output: int, speculated: bool = False) -> Said:
-        """Return what a step says at a position. ``output``: the position's row of ``step``."""
+        """Return the token of a step at a position. ``output`` is the position's row in ``step``."""
         logits = None if step.logits is None else step.logits[:, [output]]
         choice = self.make_choice()
         choice.accept(list(self.token_ids[:-1]))
@@ -229,6 +232,7 @@ def _margin(logits: Tensor) -> float:
 
 
 def rounding(logits: Tensor, dtype: torch.dtype, tie: float = NEAR_TIE) -> float:
-    """Return how far two of the logits [V] may be moved, in standard deviations: by two steps of the activations'
-    ``dtype`` at the size of the largest logit, or by ``tie`` if that is more: rounding in float32 adds up to it."""
+    """Return how far rounding may move two of the logits [V] against each other, in standard deviations. This is two
+    steps of the activations' ``dtype`` at the size of the largest logit, or ``tie``, the effect of float32 rounding, if
+    that is more."""
     return max(tie, 2 * torch.finfo(dtype).eps * float(logits.abs().max() / logits.std()))

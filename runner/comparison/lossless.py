@@ -64,7 +64,9 @@ def replay(
     """
     room = session.metadata.max_seq_len - len(prompt)
     if not 0 < len(token_ids) <= room:
-        raise ValueError(f"{len(token_ids)} generated tokens to compare, but must be 1 to {room}: give a generation's")
+        raise ValueError(
+            f"{len(token_ids)} generated tokens to compare, but must be 1 to {room}: give those of a generation"
+        )
     method, watched = DECODE if session.has_decode else TARGET_VERIFY, Watched(make_choice())
     steps = generate(session, prompt, len(token_ids), chain=0, stop_ids=(), choice=watched)
     with closing(steps):

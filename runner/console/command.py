@@ -76,7 +76,7 @@ def closest(typed: str, names: Iterable[str]) -> str:
 
 
 class NameChoice(click.Choice[str]):
-    """One of many names. The refusal of another one ends with the closest."""
+    """A choice among many names. The error for an unknown name ends with the closest one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ANN401 - click's
         try:
@@ -130,10 +130,10 @@ class OneLineFailures(click.Command):
         except click.ClickException as error:  # click would print the usage before it
             tell(f"Error: {' '.join(error.format_message().split())}")
             return error.exit_code
-        except (click.Abort, KeyboardInterrupt) as error:  # click raises Abort from the latter
+        except (click.Abort, KeyboardInterrupt) as error:  # click turns KeyboardInterrupt into Abort
             tell("Interrupted.")
             return 128 + (signal.SIGTERM if isinstance(error.__cause__ or error, Terminated) else signal.SIGINT)
-        except BrokenPipeError:  # the reader has what it wanted
+        except BrokenPipeError:  # the reader closed the pipe, which is no failure
             pass
         except OSError as error:
             tell(f"Error: stdout: {one_line(error)}")
@@ -178,7 +178,7 @@ def occupy_standard_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free descriptor
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
 
@@ -229,8 +229,8 @@ def _discard_unwritable(stream: TextIO | None) -> None:
         return
     try:
         stream.flush()
-    except (OSError, ValueError):  # ValueError: it was closed meanwhile
-        with suppress(OSError, ValueError):  # it has no descriptor
+    except (OSError, ValueError):  # ValueError if the stream is closed
+        with suppress(OSError, ValueError):  # a stream may have no descriptor
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
             os.close(null)

@@ -27,7 +27,7 @@ def show_tables(title: str, tables: Iterable[Any]) -> None:
 
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console.width = 160  # what a pipe gets does not depend on who is looking
+        console.width = 160  # the output in a pipe does not depend on the terminal
     console.print(title, soft_wrap=True)
     for entry in tables:
         console.print()

@@ -29,12 +29,12 @@ seeding: ``draft_decode`` takes one row, and only the row before the newest toke
 position, because nothing is written behind it.
 
 There may be no draft head (``get_has_draft`` is False, ``--draft none``). Then there is no ``draft_decode``, the
-target's methods return no feature, and prompt lookup is all that proposes.
+target's methods return no feature, and prompt lookup is the only proposer.
 
-Recurrent layers of a target can take back ``get_rollback_rows`` rows: see there. A call commits every position before
-its first one, and of more rows than that all but its last ones.
+Recurrent layers of a target can roll back ``get_rollback_rows`` rows (see ``Metadata.rollback_rows``). A call commits
+every position before its first row. A call of more rows also commits all of them but the last ``get_rollback_rows``.
 
-``target_verify`` takes up to ``get_verify_rows`` rows, ``chain_len`` + 1 where there is no such key.
+``target_verify`` takes up to ``get_verify_rows`` rows, or ``chain_len`` + 1 if there is no such key.
 
 ``speculate`` is a fused round: a whole greedy round at the artifact's own chain length, with a verify window of C
 tokens. It verifies ``tokens``, seeds the draft with the accepted ones, and drafts the next window. It returns that
@@ -86,8 +86,9 @@ def format_version(
     has_draft: bool = True,
     has_states: bool = False,
 ) -> int:
-    """Return the lowest version whose runners can read such an artifact. Runners that know logits know
-    ``get_max_context_len`` too."""
+    """Return the lowest version whose runners can read such an artifact. Every runner that reads logits reads
+    ``get_max_context_len`` too.
+    """
     if has_states:
         return ROLLBACK_VERSION
     if not has_draft:
@@ -146,12 +147,13 @@ class Metadata:
     """False if the draft attends to the target's caches alone."""
     has_logits: bool = _key("get_has_logits", default=False)
     draft_ids: "Tensor | None" = _key("get_draft_ids", default=None, compare=False)
-    """int64 [draft_vocab_size]: the target's id of each draft id; None if they are the same, and without logits."""
+    """int64 [draft_vocab_size]: the target's id of each draft id; None if the ids are the same, or without logits."""
     verify_rows: int | None = _key("get_verify_rows", default=None)
-    """The longest verify window; None: the chain length and one more."""
+    """The rows of the longest verify window; None means the chain length + 1."""
     rollback_rows: int | None = _key("get_rollback_rows", default=None)
-    """The rows of a call that a target with recurrent layers can take back; None: every position may be written again
-    at any time."""
+    """The last rows of a call that a target with recurrent layers can roll back; None means that every position may be
+    written again at any time.
+    """
     forward_len: int | None = _key("get_max_context_len", default=None)
     """The longest chunk of ``forward``, None without that method. With it, the constant methods have the meaning that
     ExecuTorch's runner expects: ``get_max_seq_len`` is this length, ``get_max_context_len`` the number of slots."""
@@ -163,7 +165,7 @@ class Metadata:
 
     @property
     def usual_window(self) -> int:
-        """The rows of a verify window of the head's proposals; without a head, of the longest one."""
+        """The rows of a verify window with the head's proposals; without a head, the rows of the longest window."""
         return self.chain_len + 1 if self.has_draft else self.window
 
     def constant_methods(self) -> dict[str, Any]:

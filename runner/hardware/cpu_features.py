@@ -35,14 +35,14 @@ class Need:
 
 
 NEEDS = (
-    Need(  # x86-64-v2, since NumPy 2.4
+    Need(  # NumPy wheels need x86-64-v2 since 2.4
         "numpy",
         "flags",
         ("pni", "ssse3", "sse4_1", "sse4_2", "popcnt", "cx16", "lahf_lm"),
         "import numpy",
         "give a virtual machine the CPU type of its host, or type pip install 'numpy<2.4'",
     ),
-    Need(  # Armv8.1, in the custom ops of 1.5
+    Need(  # the custom ops of ExecuTorch 1.5 need Armv8.1
         "executorch",
         "Features",
         ("atomics",),
@@ -64,7 +64,8 @@ def check_cpu_features() -> None:
 
 
 def processor(cpuinfo: Path = CPUINFO) -> str:
-    """Return what Linux says of the kinds of core of this processor, one line each: what code chooses kernels by."""
+    """Return Linux's description of each kind of core of this processor, one line each. Kernels are chosen by these
+    facts."""
     if not cpuinfo.is_file():
         return platform.processor()
     cores = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
@@ -78,7 +79,7 @@ def lacks_avx512(cpuinfo: Path = CPUINFO) -> bool:
 
 
 def first_level_cache() -> int:
-    """Return the bytes of a core's first-level data cache, 0 where the system does not say."""
+    """Return the bytes of a core's first-level data cache, 0 if the system does not report it."""
     try:
         return max(os.sysconf("SC_LEVEL1_DCACHE_SIZE"), 0)
     except (ValueError, OSError):  # not glibc

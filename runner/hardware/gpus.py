@@ -63,7 +63,7 @@ CONTEXT_BYTES = 512 * MB
 """GPU memory that CUDA, PyTorch and loaded kernels take in addition to tensors; commonly 300 to 600 MB."""
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
-    for gpu in (  # the first of an architecture is the one compiled for
+    for gpu in (  # code for an architecture is compiled for its first GPU here
         Gpu("A100", (8, 0), 108, 163 * KB, 164 * KB, 2048, 32, 40 * MB, 80 * GB, 2.039e12, 1.41e9),
         Gpu("RTX 3090", (8, 6), 82, 99 * KB, 100 * KB, 1536, 16, 6 * MB, 24 * GB, 0.936e12, 1.695e9),
         Gpu("RTX 4090", (8, 9), 128, 99 * KB, 100 * KB, 1536, 24, 72 * MB, 24 * GB, 1.008e12, 2.52e9),

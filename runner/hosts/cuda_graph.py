@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
-"""A method: its inputs on the device to its outputs there, in the contract's order."""
+"""A method: takes its inputs on the device and returns its outputs there, in the contract's order."""
 
 _size = ctypes.c_size_t
 _PREFIX = "AOTInductorModelContainer"
@@ -67,7 +67,8 @@ class SingleThreaded:
         handles = _handles(constants.values())
         try:
             entries = (ConstantEntry(name.encode(), handle) for name, handle in zip(constants, handles, strict=True))
-            inactive, whole = ctypes.c_bool(False), ctypes.c_bool(True)  # the active buffer; no constant may be lacking
+            # The active buffer is updated, and no constant may be missing.
+            inactive, whole = ctypes.c_bool(False), ctypes.c_bool(True)
             given = (ConstantEntry * len(handles))(*entries), _size(len(handles))
             self._call("UpdateUserManagedConstantBufferPairs", self._container, *given, inactive, whole)
         finally:
@@ -81,7 +82,7 @@ class SingleThreaded:
         try:
             self._call("RunSingleThreaded", self._container, *arrays, ctypes.c_void_p(stream), None)
         except RuntimeError:
-            _tensors([handle for handle in given if handle])  # the library sets null those that it has taken
+            _tensors([handle for handle in given if handle])  # the library sets the handles that it has taken to null
             raise
         return _tensors(made)
 
@@ -138,9 +139,10 @@ def capture(body: Body, device: torch.device) -> CapturedGraph:
         pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the graph's pool takes memory of its own
-        with torch.cuda.stream(torch.cuda.Stream()):  # PyTorch's own belongs to the device of its first capture
+        # PyTorch's own capture stream belongs to the device of its first capture.
+        with torch.cuda.stream(torch.cuda.Stream()):
             try:
-                graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may work meanwhile
+                graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may go on
             except RuntimeError:
                 _leave_pool(device, pool)
                 raise
@@ -156,7 +158,7 @@ def capture(body: Body, device: torch.device) -> CapturedGraph:
 
 def _leave_pool(device: torch.device, pool: tuple[int, int]) -> None:
     """Leave the graph's memory pool: a capture enters it first and stays in it if the capture is refused."""
-    with suppress(RuntimeError):  # it was refused before
+    with suppress(RuntimeError):  # the capture was refused before
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
 
@@ -223,7 +225,7 @@ class Graphed:
         return [first, *(out if at in self._fed_back else out.clone() for at, out in enumerate(others, 1))]
 
     def _body(self) -> None:
-        assert self._run is not None  # warming up made it
+        assert self._run is not None  # set by ``_warm_up``
         self._outputs = self._run(self._inputs)
         for output, place in self._fed_back.items():
             self._inputs[place].copy_(self._outputs[output])

@@ -39,5 +39,5 @@ def check_only_host(torch: bool) -> None:
     host, other = ("PyTorch", "ExecuTorch") if torch else ("ExecuTorch", "PyTorch")
     raise ValueError(
         f"{host} cannot run a CUDA artifact in a process in which {other} has run one (libraries would call {found}): "
-        "take one --runtime a process"
+        "use one --runtime per process"
     )

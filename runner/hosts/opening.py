@@ -1,4 +1,4 @@
-"""Load an artifact's methods: choose what runs them, ExecuTorch's runtime or PyTorch itself."""
+"""Loads an artifact's methods, after choosing the host that runs them: ExecuTorch's runtime or PyTorch itself."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,7 +36,7 @@ def open_session(
     Args:
         runtime: one of RUNTIMES
         cuda_graph: one of CUDA_GRAPHS
-        lazily: load each method of an artifact for the CPU at its first call, which then raises what this raises
+        lazily: load each method of an artifact for the CPU at its first call, which then raises the errors of loading
         packed_weights: the folder for files of packed weights (``packed_file.py``); only artifacts for the CPU use it
 
     Raises FileNotFoundError or ValueError if a file is missing or ends early, if the artifact needs something that this
@@ -67,7 +67,7 @@ def open_session(
 
 @contextmanager
 def _loading(artifact: Artifact, sharing: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Load a program or a method within a context that ``sharing`` makes. Raises ValueError for what does not load."""
+    """Load a program or a method within a context that ``sharing`` makes. Raises ValueError if it does not load."""
     with calm_stderr():
         try:
             with sharing():

@@ -1,4 +1,4 @@
-"""A file of packed weights, which later starts map instead of packing the weights again.
+"""Keeps packed weights in a file, which later starts map instead of packing the weights again.
 
 XNNPACK packs weights in the order in which its kernels for this processor read them, at every start: seconds for a
 model of a few gigabytes. ExecuTorch's backend (1.5) can keep them in a file and map it. It takes the file's path as a
@@ -26,14 +26,15 @@ from eagle3.runner.hosts.xnnpack_options import BACKEND, packed_weights_shared
 
 LIBRARIES = ("libexecutorch.so", "libexecutorch_backend_xnnpack.so")
 VERSION = "1.5."
-"""The ExecuTorch whose layout is known: the options are the first member of its backend."""
+"""The ExecuTorch version whose memory layout is known: the options are the first member of its backend."""
 _STRING = "RKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
 _BACKEND_OF_NAME = "_ZN10executorch7runtime17get_backend_classEPKc"
 _CACHE_OF_PATH = f"_ZN10executorch8backends7xnnpack21XnnpackBackendOptions27get_or_create_weights_cacheE{_STRING}"
 _SET_PATH = f"_ZN10executorch8backends7xnnpack8delegate15XNNWeightsCache21set_packed_cache_pathE{_STRING}"
 _RELEASE = "_ZNSt16_Sp_counted_baseILN9__gnu_cxx12_Lock_policyE2EE10_M_releaseEv"
 _FOOTER = struct.Struct("<QIII")
-"""The end of a whole file: where its index begins, the number of entries, a magic number, the format's version."""
+"""The layout of a complete file's last bytes: the offset of its index, the number of entries, a magic number, the
+format's version."""
 _WHOLE = (0x58505743, 2)
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
@@ -79,8 +80,8 @@ class PackedFile:
     def in_use(self) -> Iterator[bool]:
         """Methods loaded within this context share packed weights (``packed_weights_shared``) that are in the file.
 
-        A whole file is mapped and never written. Otherwise this process writes it and keeps it locked until its methods
-        are gone; a process that starts meanwhile packs weights in its own memory.
+        A complete file is mapped and never written. Otherwise this process writes it and keeps it locked until its
+        methods are gone; a process that starts meanwhile packs weights in its own memory.
         """
         with packed_weights_shared() as shared:
             if self._begun or not shared:
@@ -99,7 +100,7 @@ def is_whole(path: Path) -> bool:
         with path.open("rb") as file:
             file.seek(-_FOOTER.size, os.SEEK_END)
             return _FOOTER.unpack(file.read())[2:] == _WHOLE
-    except OSError:  # also of a file that is shorter
+    except OSError:  # also if the file is shorter than its end record
         return False
 
 
@@ -107,7 +108,7 @@ def is_whole(path: Path) -> bool:
 def _path_set(path: Path) -> Iterator[bool]:
     """Give ``path`` to the cache of weights that the backend uses for methods without a path of their own.
 
-    Yields False, and changes nothing, where methods that were loaded before use that cache.
+    Yields False, and changes nothing, if methods that were loaded before use that cache.
     """
     core, xnnpack = _libraries()
     get_backend, get_cache = core[_BACKEND_OF_NAME], xnnpack[_CACHE_OF_PATH]
@@ -116,10 +117,10 @@ def _path_set(path: Path) -> Iterator[bool]:
     get_cache.argtypes, get_cache.restype = (ctypes.c_void_p, ctypes.POINTER(_String)), _SharedCache
     set_path.argtypes, set_path.restype = (ctypes.c_void_p, ctypes.POINTER(_String)), None
     release.argtypes, release.restype = (ctypes.c_void_p,), None
-    options = get_backend(BACKEND) + _POINTER  # behind the table of virtual functions
+    options = get_backend(BACKEND) + _POINTER  # after the pointer to the table of virtual functions
     shared = get_cache(options, ctypes.byref(_String(b"")))
     assert shared.has_value, "ExecuTorch has no cache of weights"
-    is_new = ctypes.c_int.from_address(shared.control + _POINTER).value == 1  # owners: this one alone
+    is_new = ctypes.c_int.from_address(shared.control + _POINTER).value == 1  # this pointer is the only owner
     if is_new:
         set_path(shared.cache, ctypes.byref(_String(bytes(path))))
     else:
@@ -131,7 +132,8 @@ def _path_set(path: Path) -> Iterator[bool]:
 
 
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """Return ExecuTorch's core and its XNNPACK backend. Raises ValueError for those that are not known."""
+    """Return the libraries of ExecuTorch's core and of its XNNPACK backend. Raises ValueError for an unknown
+    version."""
     import executorch
 
     folder, found = Path(executorch.__path__[0]) / "lib", version_of("executorch")
@@ -148,10 +150,10 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 
 def _unlock(path: Path) -> None:
-    """Let other processes map the file as well: the backend locks what it has mapped as if it would write."""
+    """Unlock the file, so that other processes can map it as well. The backend locks even a file that it only reads."""
     for link in Path("/proc/self/fd").iterdir():
         try:
             if link.readlink() == path:
                 fcntl.flock(int(link.name), fcntl.LOCK_UN)
-        except OSError:  # closed meanwhile
+        except OSError:  # the descriptor was closed meanwhile
             continue

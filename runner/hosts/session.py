@@ -20,7 +20,7 @@ class Step(NamedTuple):
 
     ids: Tensor
     feature: Tensor | None
-    """It is None for a fused round, and for an artifact without a draft head, which do not return it."""
+    """It is None for a fused round and for an artifact without a draft head."""
     logits: Tensor | None = None
     """They are None if the artifact has no logits, and for a fused round."""
 
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 class FusedRound(NamedTuple):
     """The outputs of ``speculate``: ``said`` (greedy ids and next window) on the host, and the inputs of the next call,
-    which stay where the session keeps them."""
+    which stay on the session's device."""
 
     said: Tensor
     tokens: Tensor
@@ -56,7 +56,7 @@ class Session(Protocol):
     calls: Counter[str]
     """Calls of each method so far."""
     load_seconds: float
-    """Seconds spent loading methods so far, in none of ``seconds``."""
+    """Seconds spent loading methods so far, which ``seconds`` leaves out."""
 
     def prefill(self, tokens: Tensor, input_pos: Tensor) -> Step: ...
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> Step: ...

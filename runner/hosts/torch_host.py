@@ -205,8 +205,8 @@ class LoadedMethod:
 
     def __init__(self, method: HostMethod, path: Path, device: torch.device):
         """Load the library at ``path``, which may be deleted afterwards. Raises OSError or RuntimeError."""
-        # The library looks into itself before it looks into PyTorch: both have instances of libstdc++'s templates,
-        # std::regex among them, and another compiler's do not mix. PyTorch's own loading finds it loaded.
+        # The library must find its own symbols before PyTorch's: both contain instances of libstdc++'s templates, such
+        # as std::regex, and those of different compilers are incompatible. PyTorch then finds the library loaded.
         self._library = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0))
         self._container = _container(str(path), device)
         self._method, self._device = method, device
@@ -220,7 +220,8 @@ class LoadedMethod:
                 f"the library of {self._method.name} needs {lacking[0]!r}, the table lacks it: export it again"
             )
         self._constants = {name: constants[original] for name, original in names.items() if original}
-        self._container.update_constant_buffer(self._constants, False, True, True)  # active, all of them, ours to keep
+        # Not the inactive buffer; every constant is given; this object keeps the memory.
+        self._container.update_constant_buffer(self._constants, False, True, True)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         return self._wired(self._container.run, inputs)
@@ -242,7 +243,7 @@ def load_method(method: HostMethod, placed: dict[str, Tensor], device: torch.dev
     Raises ValueError if the library does not load, or needs a constant that the table lacks.
     """
     constants = {weight.name: view(placed[weight.storage_key], weight) for weight in method.table.weights}
-    with tempfile.TemporaryDirectory(prefix="eagle3-") as folder:  # needed until the library is loaded
+    with tempfile.TemporaryDirectory(prefix="eagle3-") as folder:  # the file is needed until the library is loaded
         path = Path(folder) / f"{method.name}.so"
         path.write_bytes(method.library)
         try:

@@ -25,7 +25,8 @@ class _Option(ctypes.Structure):
 
 @contextmanager
 def packed_weights_shared() -> Iterator[bool]:
-    """Methods loaded within this context share one packed copy of each weight instead of holding one copy each.
+    """Make the methods loaded within this context share one packed copy of each weight instead of holding one copy
+    each.
 
     Programs loaded outside are not affected. The computed numbers are the same. Yields True if this ExecuTorch, which
     must be loaded before, has the option.

@@ -76,7 +76,7 @@ def main(
 
     model = find_model(artifact)
     comparison = compare(model, verify, say=tell)
-    if comparison.program_fault:  # all that follows is read from the program
+    if comparison.program_fault:  # everything below is read from the program
         raise ValueError(comparison.program_fault)
     opened = load_artifact(model, comparison.recorded)
     found = {
@@ -118,11 +118,11 @@ def checked_code(model: Path, metadata: Metadata) -> dict[str, Any]:
 
 
 def measured_fit(model: Path) -> dict[str, Any] | None:
-    """Return what ``export.json`` has of the draft head's readings; None where they were not measured."""
+    """Return the measured readings of the draft head from ``export.json``; None if they were not measured."""
     record = model.parent / EXPORT_RECORD
     try:
         found = json.loads(record.read_text()).get("fit") if record.is_file() else None
-    except (OSError, ValueError, AttributeError):  # the comparison of files says that the record is none
+    except (OSError, ValueError, AttributeError):  # the comparison of files reports an invalid record
         return None
     return found if isinstance(found, dict) and isinstance(found.get("readings"), list) else None
 
@@ -183,7 +183,7 @@ def _files_table(entries: list[dict[str, Any]]) -> "Table":
 
 
 def _fit_table(fit: dict[str, Any]) -> "Table":
-    """Return the table of the draft head's readings, as they were measured before the export."""
+    """Return the table of the draft head's readings, which were measured before the export."""
     rows = (
         (
             ", ".join(f"{name}={value}" for name, value in each["changes"].items()) or "as its files say",

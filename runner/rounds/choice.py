@@ -9,39 +9,39 @@ from eagle3.runner.hosts.session import Step
 
 
 class Choice(Protocol):
-    """It knows the tokens so far (the prompt and what ``accept`` was told), whose next position is being chosen."""
+    """Chooses the token after the tokens so far, which are the prompt and all tokens given to ``accept``."""
 
     greedy: bool
-    """It takes a step's ids as they are: logits and draft steps may be left out."""
+    """True if it takes a step's ids unchanged, so that logits and draft steps may be left out."""
 
     def target(self, step: Step, proposed: list[int], /) -> Tensor:
         """Return the token after each row of the target: int64 [1, R] on the host.
 
         Args:
-            step: ids [1, R], logits [1, R, V]; of a fused round (``speculate``) ids alone, [2, R] with the next window
-                below, and both are wanted back
-            proposed: R - 1 ids; row i stands behind the tokens so far and the first i of these
+            step: ids [1, R] and logits [1, R, V]. A fused round (``speculate``) has ids alone, [2, R], with the next
+                window in the second row; both rows are then returned
+            proposed: R - 1 ids; row i follows the tokens so far and the first i of these
         """
 
     def draft(self, step: Step, proposed: Sequence[Tensor], /) -> Tensor:
         """Return the proposals, as ids of the target: int64 [1, K] on the host.
 
         Args:
-            step: ids [1, K], logits [1, K, V_draft]; row j is for the j-th position behind the tokens so far and
+            step: ids [1, K], logits [1, K, V_draft]; row j is for the j-th position after the tokens so far and
                 ``proposed``
-            proposed: what was proposed in this chain so far, int64 [1, ...] each
+            proposed: the tokens that this chain has proposed so far, int64 [1, ...] each
         """
 
     def forced(self, proposed: Sequence[Tensor], count: int, /) -> list[int]:
-        """Return ids to propose behind ``proposed`` (as of ``draft``) without a draft step, ``count`` at most; mostly
-        none."""
+        """Return up to ``count`` ids to propose after ``proposed`` (as in ``draft``) without a draft step. Usually
+        there are none."""
 
     def accept(self, tokens: list[int]) -> None:
-        """Take note of tokens that follow those so far."""
+        """Append ``tokens`` to the tokens so far."""
 
 
 class Greedy:
-    """The artifact's own choice."""
+    """Takes the greedy tokens that the artifact's methods return."""
 
     greedy = True
 

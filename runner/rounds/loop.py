@@ -1,4 +1,4 @@
-"""Generates tokens: a request's limits, and what the rounds accept, up to a stop token or the budget."""
+"""Generates tokens: checks a request, and yields the tokens that rounds accept, up to a stop token or the budget."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -19,7 +19,7 @@ STOP, LENGTH = "stop", "length"
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished generation. ``token_ids`` are the new ones, a stop token included, as transformers counts them."""
+    """A finished generation. ``token_ids`` are the new tokens, including a stop token, as in transformers."""
 
     token_ids: list[int]
     finish_reason: str
@@ -38,21 +38,21 @@ def generate(
     lookup: LookupChoice | None = None,
     by_chunk: bool = False,
 ) -> Generator[list[int], None, Generation]:
-    """A generator of new token ids as they are accepted; its return value is the ``Generation``.
+    """Yield new token ids as they are accepted; the generator's return value is the ``Generation``.
 
     The tokens are those of decoding without speculation by the same ``choice``. Generation ends at a stop token, after
     ``max_new_tokens``, or when the context is full.
 
     Args:
-        session: its caches may hold anything that ``cached`` does not name
+        session: runs the methods; its caches may hold any tokens that ``cached`` does not list
         prompt: token ids, at least one and fewer than the artifact's max_seq_len
-        chain: draft tokens a round, at most the artifact's (the default), 0 for none
-        stop_ids: default: the artifact's
-        choice: default: greedy
-        cached: what the session's caches hold, kept up to date; default: nothing
-        stats: counts and seconds are added to it as they come; it becomes the ``Generation``'s
-        lookup: proposes from the text itself; default: the draft alone proposes
-        by_chunk: yield [] behind each chunk of the prompt but the last, so that the caller may leave or turn to others
+        chain: draft tokens per round, at most the artifact's number (the default); 0 turns speculation off
+        stop_ids: the stop tokens; default: the artifact's
+        choice: chooses each token; default: greedy
+        cached: the tokens in the session's caches, kept up to date; default: none
+        stats: counts and seconds are added to this object, which becomes the ``Generation``'s
+        lookup: proposes tokens from the text itself; default: only the draft proposes
+        by_chunk: yield [] after each chunk of the prompt but the last, so that the caller can stop or do other work
 
     Raises:
         ValueError: an empty or too long prompt, an id outside the vocabulary, a chain length or budget out of bounds
@@ -79,8 +79,8 @@ def _emit(
     stats: GenerationStats,
     by_chunk: bool,
 ) -> Generator[list[int], None, Generation]:
-    """Pass on what ``rounds`` accept until a stop token or the budget ends it. Neither time that the caller takes
-    between two tokens nor the loading of methods counts."""
+    """Yield the tokens that ``rounds`` accept until a stop token or the budget ends the generation. The seconds exclude
+    the caller's time between two tokens and the loading of methods."""
     tokens: list[int] = []
     stats.generations += 1
     steps, start, loaded = rounds.run(prompt, stats), time.perf_counter(), session.load_seconds
@@ -106,7 +106,7 @@ def _emit(
 
 
 def complete(session: Session, prompt: Sequence[int], **options: Any) -> Generation:
-    """``generate`` to its end."""
+    """Run ``generate`` to its end and return its ``Generation``."""
     steps = generate(session, prompt, **options)
     while True:
         try:
@@ -116,7 +116,7 @@ def complete(session: Session, prompt: Sequence[int], **options: Any) -> Generat
 
 
 def cut(fresh: list[int], budget: int, stop_ids: frozenset[int]) -> tuple[list[int], str | None]:
-    """The tokens that may still be emitted, and why it ends there if it does."""
+    """Return the tokens that may still be emitted, and the reason if generation ends there, else None."""
     for index, token in enumerate(fresh[:budget]):
         if token in stop_ids:
             return fresh[: index + 1], STOP
@@ -124,7 +124,7 @@ def cut(fresh: list[int], budget: int, stop_ids: frozenset[int]) -> tuple[list[i
 
 
 def check_request(metadata: Metadata, prompt: Sequence[int], max_new_tokens: int, chain_len: int | None) -> None:
-    """Raise ValueError for what ``generate`` does not take, in one line."""
+    """Raise ValueError with one line for arguments that ``generate`` does not accept."""
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token")
     if len(prompt) >= metadata.max_seq_len:

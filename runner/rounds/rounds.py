@@ -1,14 +1,14 @@
-"""The shifted loop: prefill and seed, then rounds of verify, accept, reseed and chain.
+"""The shifted loop: prefill and seed, then rounds that verify, accept, reseed and chain.
 
 Draft slot p pairs the target's feature at p with token p + 1, at position p, and proposes token p + 2. The corrected
-token of a round never needs a target forward of its own: it is the next window's first row, and its slot is reseeded
-with the feature that proved it. Both caches roll back by writing positions again.
+token of a round never needs a target forward of its own: it is the first row of the next window, and its draft slot is
+written with the target's feature from the round that chose it. Both caches roll back by writing positions again.
 
-A draft without a cache of its own attends to the target's. It is not seeded: each round begins with the slot before the
-anchor, and all of its steps are at that slot.
+A draft without a cache of its own attends to the target's. It is not seeded. Each round begins with the slot before the
+anchor, and all draft steps of the round have that position.
 
-A round may verify the proposals of a lookup in the text instead of the draft's. Its draft slots then wait, and are
-written with the target's features before the draft is asked again.
+A round may verify the proposals of a lookup in the text instead of the draft's. The draft slots of such a round are
+deferred: they are written with the target's features before the draft's next step.
 """
 
 import time
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class Rounds:
-    """The rounds of one generation, over a session whose caches hold what ``cached`` says."""
+    """The rounds of one generation, over a session whose caches hold the tokens of ``cached``."""
 
     def __init__(
         self,
@@ -42,28 +42,28 @@ class Rounds:
     ):
         self._session, self._chain, self._choice, self._cached = session, chain, choice, cached
         self._lookup, self._by_lookup = lookup, False
-        self._waiting = False  # draft slots of the lookup's rounds, which are in the seed
-        self._late = True  # the round's draft step wrote slots that had waited, or the prompt's
+        self._has_deferred = False  # True if the seed has deferred draft slots of lookup rounds
+        self._wrote_deferred = True  # True if the round's draft step wrote deferred slots or the prompt's
         self._seed = Seed()
-        self._whole = session.has_speculate and choice.greedy
-        self._masks = session.metadata.proposals - 1  # rows that a P-EAGLE writes behind those it is given
+        self._may_fuse = session.has_speculate and choice.greedy
+        self._masks = session.metadata.proposals - 1  # rows that a P-EAGLE head writes after its input rows
         self._has_draft_cache = session.metadata.has_draft_cache
 
     def run(self, prompt: list[int], stats: GenerationStats) -> Iterator[list[int]]:
-        """Nothing behind each chunk of the prompt but the last, the first token, then what each round accepts, without
-        end: at the context's last position it must not be asked for more."""
+        """Yield [] after each chunk of the prompt but the last, then the first token, then the tokens that each round
+        accepts. The rounds never end by themselves; the caller must stop at the context's last position."""
         self._chain.begin()
         if self._lookup is not None:
             self._lookup.begin(prompt)
         try:
             anchor = yield from self._prefill(prompt, stats)
             yield [anchor]
-            window, drafting = timed(self._propose, write_slots=True)  # the next turn of a dialogue reuses the prompt
+            window, drafting = timed(self._propose, write_slots=True)  # the next turn reuses the prompt's slots
             while window is not None:
-                if not self._by_lookup and self._fits_whole(window.shape[1]):
-                    window, drafting = (yield from self._play_whole(window, stats)), 0.0
+                if not self._by_lookup and self._fused_round_fits(window.shape[1]):
+                    window, drafting = (yield from self._fused_rounds(window, stats)), 0.0
                 else:
-                    (ids, proposed), verifying = timed(self._play, window)
+                    (ids, proposed), verifying = timed(self._verify_window, window)
                     by_lookup = self._by_lookup
                     self._record(ids, proposed, drafting + verifying)
                     window, drafting = timed(self._propose)
@@ -73,58 +73,60 @@ class Rounds:
             self._cached.clear()
             raise
 
-    def _play(self, window: Tensor) -> tuple[list[int], int]:
+    def _verify_window(self, window: Tensor) -> tuple[list[int], int]:
         """Verify a window [1, 1 + k], whose first token, the anchor, is the last one accepted.
 
-        Returns the tokens that the target chose after the anchor, the proposals that it would have said and one more;
-        and k.
+        Returns the target's tokens after the anchor (the accepted proposals and the corrected token), and k.
         """
         proposed = window.tolist()[0][1:]
         step = self._verify(window, self._anchor_pos)
         chosen = self._choice.target(step, proposed)
         ids = chosen.tolist()[0]
-        rows = common_prefix(proposed, ids) + 1  # the corrected token is the target's own, as the accepted ones are
+        rows = common_prefix(proposed, ids) + 1  # the accepted proposals, and the target's corrected token
         self._accept(ids := ids[:rows])
         self._keep(chosen[:, :rows], None if step.feature is None else step.feature[:, :rows])
         return ids, len(proposed)
 
     def _record(self, ids: list[int], proposed: int, seconds: float) -> None:
-        """Tell the chain length and the lookup of a round. One in which slots were written that had waited is not
-        timed."""
+        """Report a round to the chain length and to the lookup. Rounds that also write deferred draft slots count 0
+        s."""
         if not self._by_lookup:
-            self._chain.record(proposed, len(ids) - 1, 0.0 if self._late and self._lookup is not None else seconds)
+            self._chain.record(
+                proposed, len(ids) - 1, 0.0 if self._wrote_deferred and self._lookup is not None else seconds
+            )
         if self._lookup is not None:
-            self._lookup.record(ids, proposed, self._by_lookup, 0.0 if self._late else seconds)
-        self._waiting, self._late = self._waiting or self._by_lookup, False
+            self._lookup.record(ids, proposed, self._by_lookup, 0.0 if self._wrote_deferred else seconds)
+        self._has_deferred, self._wrote_deferred = self._has_deferred or self._by_lookup, False
 
     def _keep(self, tokens: Tensor, feature: Tensor | None) -> None:
-        """Add draft slots up to the anchor's to the seed. A draft without a cache needs the last one alone, and without
-        a draft the anchor's token is all that is kept."""
+        """Add draft slots up to the anchor's to the seed. A draft without a cache needs only the last slot. Without a
+        draft only the anchor's token is kept."""
         if not self._has_draft_cache:
             self._seed, tokens = Seed(self._anchor_pos - 1), tokens[:, -1:]
             feature = None if feature is None else feature[:, -1:]
         self._seed.add(tokens, feature)
 
-    def _fits_whole(self, rows: int) -> bool:
-        """Return whether the artifact has one method for a round of so many rows, and this window and the next fit
-        whatever is accepted."""
+    def _fused_round_fits(self, rows: int) -> bool:
+        """Return True if the artifact has a fused round of ``rows`` rows, and this window and the next fit into the
+        context even if all proposals are accepted."""
         metadata = self._session.metadata
-        if not self._whole or rows != metadata.chain_len + 1:
+        if not self._may_fuse or rows != metadata.chain_len + 1:
             return False
         return self._anchor_pos + 2 * rows <= metadata.max_seq_len
 
-    def _play_whole(self, window: Tensor, stats: GenerationStats) -> Generator[list[int], None, Tensor]:
-        """Rounds by one method each, reseeding and the next chain included, as long as they fit and the chain is to be
-        as long. Yields what each accepts; returns the window of the round behind them.
+    def _fused_rounds(self, window: Tensor, stats: GenerationStats) -> Generator[list[int], None, Tensor]:
+        """Run fused rounds, which include reseeding and the next chain, as long as they fit and the chain length stays
+        the same.
 
-        A round of a small model takes half a millisecond: what it said is made lists of once, since behind a call that
-        has filled the caches an operation of torch takes microseconds.
+        Yields the tokens that each round accepts; returns the window of the next round. The outputs are converted to
+        lists once per round: a round of a small model takes half a millisecond, and a torch operation after such a call
+        takes microseconds.
         """
         session, cached, chain, chosen_by = self._session, self._cached, self._chain, self._choice.target
         start, longest, rollback = self._anchor_pos, window.shape[1] - 1, session.metadata.rollback_rows
         tokens, input_pos = window, session.positions[start : start + window.shape[1]]
         proposed, wanted = window.tolist()[0][1:], longest
-        while self._fits_whole(1 + wanted):
+        while self._fused_round_fits(1 + wanted):
             began = time.perf_counter()
             cached.run(self._anchor_pos, 1 + longest, rollback)
             cached.reach(self._anchor_pos + (2 * longest - 1 if self._has_draft_cache else longest))
@@ -146,8 +148,8 @@ class Rounds:
         return said[1:, : 1 + wanted].contiguous()
 
     def _prefill(self, prompt: list[int], stats: GenerationStats) -> Generator[list[int], None, int]:
-        """Write the prompt into both caches, all but the last chunk's draft slots; returns the token after it.
-        Yields [] between chunks, where it may be left."""
+        """Write the prompt into both caches, except the last chunk's draft slots. Returns the token after the prompt.
+        Yields [] between chunks, where the caller may stop."""
         session, cached = self._session, self._cached
         seeds = self._chain.speculates and self._has_draft_cache
         reused = cached.reuse(prompt, session.metadata, draft=seeds)
@@ -178,14 +180,15 @@ class Rounds:
         return ids[0]
 
     def _verify(self, tokens: Tensor, start: int) -> Step:
-        """The target's forward of a window [1, C] at ``start``; of one token by the method that takes it."""
+        """Run the target on a window [1, C] at ``start``. One token is run by ``decode``, or if there is none by
+        ``target_verify``."""
         session, rows = self._session, tokens.shape[1]
         self._cached.run(start, max(rows, 2), session.metadata.rollback_rows)
         if rows > 1:
             return session.target_verify(tokens, session.positions[start : start + rows])
         if session.has_decode:
             return session.decode(tokens, session.positions[start : start + 1])
-        # A verify window has two rows at least: what the second writes is written again later.
+        # A verify window has at least two rows; the slot that the second row writes is written again later.
         return first_row(session.target_verify(tokens.expand(1, 2).contiguous(), session.positions[start : start + 2]))
 
     @property
@@ -199,11 +202,11 @@ class Rounds:
         self._choice.accept(ids)
 
     def _propose(self, write_slots: bool = False) -> Tensor | None:
-        """Write the draft slots of ``_seed`` with the target's own features, then chain on the draft's, unless it
-        proposes all tokens of a round at once. Without a draft step the slots wait for a later one, as long as they
-        fit into its call; with ``write_slots`` a chain of length 0 writes them too.
+        """Write the draft slots of ``_seed`` with the target's features, then chain draft steps on the draft's own
+        features, unless the draft proposes all tokens of a round at once. Without a draft step the slots are deferred
+        to a later call, as long as they fit into it. With ``write_slots`` a chain of length 0 writes them as well.
 
-        Returns the window [1, 1 + k]: the anchor and k proposals; None where the context ends at the anchor.
+        Returns the window [1, 1 + k]: the anchor and k proposals; None if the context ends at the anchor.
         """
         session, seed, anchor_pos = self._session, self._seed, self._anchor_pos
         self._by_lookup = False
@@ -220,7 +223,7 @@ class Rounds:
         found = self._found(wanted, forced) if not all_forced else []
         proposed = found or forced
         seed_can_wait = seed.rows + max(wanted, len(found)) < session.metadata.max_prefill
-        if write_slots:  # a prompt's: a generation that is left early is to leave them written
+        if write_slots:  # write the prompt's slots now, in case the generation is stopped early
             seed_can_wait = bool(proposed) and seed_can_wait and seed.rows <= session.metadata.chain_len + 1
         if (found or len(forced) == wanted) and seed_can_wait:
             return window_of(anchor, proposed)
@@ -241,7 +244,7 @@ class Rounds:
         return torch.cat([anchor, *chain], dim=1)
 
     def _found(self, wanted: int, forced: Sequence[int] = (), drafted: bool = False) -> list[int]:
-        """The lookup's proposals for the next round, [] where it is the draft's. They begin with what is ``forced``."""
+        """Return the lookup's proposals for the next round, which begin with ``forced``; [] if the draft proposes."""
         self._by_lookup = False
         if self._lookup is None:
             return []
@@ -253,25 +256,25 @@ class Rounds:
         return found
 
     def _write_slots(self, wanted: int) -> Step:
-        """Write the draft slots that wait; the draft's step behind them. ``wanted`` steps may follow."""
+        """Write the slots of ``_seed`` and return that draft step. Up to ``wanted`` draft steps may follow."""
         session, cached, seed, anchor_pos = self._session, self._cached, self._seed, self._anchor_pos
         if self._has_draft_cache:
             cached.reach(max(anchor_pos + wanted, anchor_pos + self._masks))
         tokens, feature = seed.all()
         began = time.perf_counter()
         step = session.draft_decode(tokens, feature, session.positions[seed.slot : anchor_pos])
-        if self._waiting and self._lookup is not None and self._has_draft_cache:
+        if self._has_deferred and self._lookup is not None and self._has_draft_cache:
             self._lookup.seeded(seed.rows, time.perf_counter() - began)
-        self._late, self._waiting = self._late or self._waiting, False
+        self._wrote_deferred, self._has_deferred = self._wrote_deferred or self._has_deferred, False
         cached.draft_slots, self._seed = anchor_pos, Seed(anchor_pos)
         return step
 
     def finish(self) -> None:
-        """Write the draft slots that wait behind rounds of the lookup, so that the next turn of a dialogue does not
-        compute the target for them again. Where few wait, that costs less than writing them now."""
+        """Write the deferred draft slots of lookup rounds, so that the next turn of a dialogue does not compute the
+        target for them again. A few slots are left unwritten, because computing them again costs less."""
         metadata = self._session.metadata
         few, room = metadata.chain_len + 1, metadata.max_seq_len - 1 - self._anchor_pos
-        waits = self._chain.speculates and self._has_draft_cache and self._waiting and self._seed.rows > few
+        waits = self._chain.speculates and self._has_draft_cache and self._has_deferred and self._seed.rows > few
         if room > 0 and waits:
             try:
                 self._write_slots(0)
@@ -281,7 +284,7 @@ class Rounds:
 
 
 def timed(call: Callable[..., Result], *args: Any, **options: Any) -> tuple[Result, float]:
-    """Return what ``call`` returns, and the seconds it took."""
+    """Return the result of ``call`` and the seconds it took."""
     start = time.perf_counter()
     returned = call(*args, **options)
     return returned, time.perf_counter() - start

@@ -2,7 +2,7 @@
 
 Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
 "stats", "window", "by_fused_rounds", "by_lookup"}, ...], "step_ms": {...}}``. ``window`` is the first verify window
-after the prompt, a token and the proposals behind it; ``by_fused_rounds`` has the token ids of fused rounds
+after the prompt, a token and the proposals after it; ``by_fused_rounds`` has the token ids of fused rounds
 (``speculate``), if the artifact has that method; ``by_lookup`` those of rounds that verify what a lookup proposes, if
 it has no draft head; ``step_ms`` the milliseconds of single calls. Errors are reported as by every command. A crash of
 this process does not end the caller.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eagle3.runner.hosts.session import Session, Step
 
 WARMUP, CALLS = 2, 7
-"""The calls of each method before they are timed, and those whose median is taken."""
+"""The number of untimed calls of each method, and of timed calls whose median is taken."""
 
 
 @click.command(cls=OneLineFailures)

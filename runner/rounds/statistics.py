@@ -14,7 +14,7 @@ class GenerationStats:
     generations: int = 0
     prompt_tokens: int = 0
     reused_prompt_tokens: int = 0
-    """The prompt tokens that the caches held already."""
+    """The prompt tokens that the caches already held."""
     generation_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -22,7 +22,7 @@ class GenerationStats:
     accepted_at: list[int] = field(default_factory=list)
     """Drafts whose proposal at each position was accepted."""
     num_lookup_drafts: int = 0
-    """Those of ``num_drafts`` that a lookup in the text proposed; likewise the next two."""
+    """The drafts among ``num_drafts`` that a lookup in the text proposed; the next two fields count its tokens."""
     num_lookup_draft_tokens: int = 0
     num_lookup_accepted_tokens: int = 0
     num_undrafted: int = 0
@@ -58,7 +58,7 @@ class GenerationStats:
         seconds_before: Mapping[str, float],
         calls_before: Mapping[str, int],
     ) -> None:
-        """Add the calls that a session made since its counters, by method, stood as ``before``."""
+        """Add the calls that a session has made since its counters, by method, had the values ``before``."""
         for name, count in calls.items():
             if made := count - calls_before.get(name, 0):
                 self.method_calls[name] += made
@@ -91,39 +91,39 @@ class GenerationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a draft yields: 1 + accepted / drafts; 1.0 where there was none."""
+        """The mean number of tokens per draft: 1 + accepted / drafts, or 1.0 without drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
-        """Unconditional, as in vLLM: accepted at position i / drafts."""
+        """The drafts accepted at each position, divided by all drafts (unconditional, as in vLLM)."""
         return [count / self.num_drafts for count in self.accepted_at]
 
     @property
     def time_to_first_token(self) -> float:
-        """Mean seconds."""
+        """The mean seconds to the first token."""
         return self.prefill_seconds / self.generations if self.generations else 0.0
 
     @property
     def time_per_output_token(self) -> float:
-        """Mean seconds of those after the first."""
+        """The mean seconds per token after the first."""
         rate = self.decode_tokens_per_second
         return 1 / rate if rate else 0.0
 
     @property
     def loop_share(self) -> float:
-        """Share of the wall time spent outside of the methods: the loop's own Python."""
+        """The share of the wall time that the loop's own Python takes, outside of the methods."""
         return 1 - sum(self.method_seconds.values()) / self.seconds if self.seconds else 0.0
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens that were computed, by the time to the first token."""
+        """The computed prompt tokens, divided by the time to the first token."""
         computed = self.prompt_tokens - self.reused_prompt_tokens
         return computed / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens after the first, by the time since."""
+        """The tokens after the first, divided by their time."""
         return max(0, self.generation_tokens - self.generations) / self.decode_seconds if self.decode_seconds else 0.0
 
     def as_json(self) -> dict[str, Any]:

@@ -29,10 +29,10 @@ def step_position(max_seq_len: int) -> int:
 
 
 def compute_up_to(session: Session, position: int) -> None:
-    """Compute the positions before ``position``, where recurrent layers have to have states there."""
+    """Compute the positions before ``position`` if recurrent layers need their states there."""
     metadata = session.metadata
     for start, end in chunks(0, position, metadata) if metadata.rollback_rows is not None else ():
-        rows = max(2, end - start)  # a verify window's least: what is behind ``end`` is written again
+        rows = max(2, end - start)  # a verify window has at least two rows; slots after ``end`` are written again
         method = session.prefill if end - start >= metadata.min_prefill else session.target_verify
         method(torch.ones(1, rows, dtype=torch.long), session.positions[start : start + rows])
 
@@ -53,8 +53,8 @@ def session_steps(session: Session) -> dict[str, Callable[[], Any]]:
 
 
 def round_steps(session: Session) -> dict[str, Callable[[], Any]]:
-    """Return ``session_steps`` with a verify of two rows and a draft step of one: what rounds of any chain length are
-    made of."""
+    """Return ``session_steps`` with a verify of two rows and a draft step of one row, the parts of rounds of any chain
+    length."""
     position = step_position(session.metadata.max_seq_len)
     if not session.metadata.has_draft:
         return session_steps(session)

@@ -1,4 +1,4 @@
-"""Cuts a text into calls of an artifact's methods: prefill chunks, verify windows, and the draft slots that wait."""
+"""Cuts a text into calls of an artifact's methods: prefill chunks, verify windows and deferred draft slots."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,8 @@ from eagle3.runner.hosts.session import Step
 
 
 class Seed:
-    """Draft slots from ``slot`` on, still to be written: the token after each, and the target's feature there."""
+    """The draft slots from ``slot`` on that are not yet written: for each, the token after it and the target's
+    feature."""
 
     def __init__(self, slot: int = 0):
         self.slot, self.rows = slot, 0
@@ -18,7 +19,7 @@ class Seed:
         self._features: list[Tensor] = []
 
     def add(self, tokens: Tensor, feature: Tensor | None) -> None:
-        """tokens [1, T], feature [1, T, H], or None where no draft reads it"""
+        """Add slots with ``tokens`` [1, T] and ``feature`` [1, T, H], None if no draft reads it."""
         self.rows += tokens.shape[1]
         self.tokens.append(tokens)
         if feature is not None:
@@ -31,7 +32,7 @@ class Seed:
 
 
 def window_of(anchor: Tensor, proposed: Sequence[int]) -> Tensor:
-    """The window [1, 1 + k] of the anchor [1, 1] and k proposals."""
+    """Return the window [1, 1 + k] of the anchor [1, 1] and k proposals."""
     return torch.cat([anchor, torch.tensor([proposed])], dim=1) if proposed else anchor
 
 
@@ -42,8 +43,8 @@ def first_row(step: Step) -> Step:
 
 
 def chunks(start: int, end: int, metadata: Metadata) -> list[tuple[int, int]]:
-    """Split the positions from ``start`` to ``end``: chunks as long as ``prefill`` takes, what is shorter than its
-    minimum in verify windows."""
+    """Split the positions from ``start`` to ``end`` into the longest chunks that ``prefill`` takes, and a rest shorter
+    than its minimum into verify windows."""
     window, spans = metadata.window, []
     while start < end:
         left = end - start

@@ -129,7 +129,7 @@ def main(
         _check_ray(prompts)
     if given["logprobs"] is not None and prompts is None and not (as_json and sources):
         raise click.UsageError("--logprobs are shown with --json only: type --json as well")
-    options = options_from(given)  # logprobs among them
+    options = options_from(given)  # includes logprobs
     if dialogue:
         from eagle3.runner.run.dialogue import check_terminal, run_dialogue
 

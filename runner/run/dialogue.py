@@ -27,7 +27,7 @@ def run_dialogue(model: Model, system: str | None, show_stats: bool, options: di
     """Run turns until the input ends."""
     take_utf8()
     conversation = Conversation(model, system, **options)
-    model.encode([{"role": "user", "content": "."}])  # imports now: an interrupted import cannot be repeated
+    model.encode([{"role": "user", "content": "."}])  # imports now, as an interrupted import cannot be repeated
     tell(HELP)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Changes single logits before anything is drawn: biases, and the penalties on tokens that are there already."""
+"""Changes single logits before a token is drawn: biases, and the penalties on tokens that occurred before."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,15 +11,15 @@ from eagle3.runner.sampling.options import Sampling
 
 
 class Adjustments(Generic[Array]):
-    """Those of one vocabulary.
+    """The biases and penalties of one vocabulary.
 
-    ``columns``, int64 [V of the target], is the column of each of the target's ids, -1 where there is none.
+    ``columns``, int64 [V of the target], is the column of each id of the target, -1 if there is none.
     """
 
     def __init__(self, sampling: Sampling, columns: np.ndarray, arrays: Arrays[Array]):
         self._columns, self._penalty = columns, sampling.repetition_penalty
         self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
-        self._counts: Counter[int] = Counter()  # of the columns that were generated
+        self._counts: Counter[int] = Counter()  # how often each column was generated
         self._arrays: Arrays[Array] = arrays
         biases = {columns[token]: bias for token, bias in sampling.logit_bias.items() if columns[token] >= 0}
         self._biased: Array = arrays.array(np.array(list(biases), np.int64))
@@ -28,7 +28,7 @@ class Adjustments(Generic[Array]):
         self._seen_columns: Array = arrays.array(np.empty(len(columns), np.int64))
 
     def see(self, tokens: Sequence[int], generated: bool = False) -> None:
-        """Take note of tokens of the prompt, or ``generated`` ones."""
+        """Count tokens of the prompt, or generated tokens if ``generated``."""
         if generated and (self._presence or self._frequency):
             self._counts.update(column for column in self._columns[list(tokens)].tolist() if column >= 0)
         known = len(self._seen)
@@ -37,8 +37,8 @@ class Adjustments(Generic[Array]):
         self._seen_columns[known : len(self._seen)] = self._arrays.array(np.array(fresh, np.int64))
 
     def __call__(self, logits: Array, proposed: Iterable[tuple[int, int]]) -> Array:
-        """Return the adjusted ``logits``, float32 [1, R, V]. ``proposed``: (row, token), the first row that the token
-        stands before."""
+        """Return the adjusted ``logits``, float32 [1, R, V]. ``proposed`` has (row, token) for each proposal, where row
+        is the first row after the token."""
         logits = self._arrays.xp.asarray(logits, copy=True)
         rows = logits[0]
         rows[:, self._biased] += self._biases
@@ -57,9 +57,10 @@ class Adjustments(Generic[Array]):
         return logits
 
     def _take_off(self, rows: Array, proposed: list[tuple[int, int]]) -> None:
-        """Subtract OpenAI's two penalties; a proposal counts as generated in the rows behind it.
+        """Subtract OpenAI's two penalties; a proposal counts as generated in the rows after it.
 
-        What a token loses is always one subtraction, so that a row comes out the same however its tokens were proposed.
+        A token's total penalty is subtracted at once, so that a row has the same logits however its tokens were
+        proposed.
         """
         places = [(row, int(self._columns[token])) for row, token in proposed]
         before = {column: self._arrays.xp.asarray(rows[:, column], copy=True) for _, column in places if column >= 0}

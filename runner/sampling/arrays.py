@@ -1,4 +1,4 @@
-"""Functions that numpy and PyTorch name differently, so that the rest is written once for logits on host and device.
+"""Functions that numpy and PyTorch name differently, so that sampling is written once for logits on host and device.
 
 On the host numpy is two to five times quicker than PyTorch on arrays of a window's size.
 """
@@ -15,13 +15,13 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 class Arrays(Protocol[Array]):
-    """``Host`` or ``Device``."""
+    """The interface of ``Host`` and ``Device``."""
 
     xp: Any
-    """The library, for what both call alike."""
+    """The library, for functions that have the same name in both."""
 
     def view(self, logits: Tensor, /) -> Array:
-        """Return a tensor as such an array, not copied."""
+        """Return a tensor as an array of this library, without a copy."""
 
     def array(self, values: np.ndarray) -> Array: ...
     def floats(self, integers: Array) -> Array: ...
@@ -31,7 +31,7 @@ class Arrays(Protocol[Array]):
 
 
 class Host:
-    """numpy arrays."""
+    """Array functions for numpy arrays on the host."""
 
     xp: Any = np
 
@@ -56,7 +56,8 @@ class Host:
 
 
 def _largest_of_long(row: np.ndarray, count: int) -> np.ndarray:
-    """Use the maxima of strided groups: as many as ``count`` values are no smaller than the maximum of that rank."""
+    """Return the ``count`` largest values. The ``count``-th largest maximum of strided groups bounds them from
+    below."""
     groups = len(row) // STRIDED
     maxima = row[: groups * STRIDED].reshape(STRIDED, groups).max(axis=0)
     candidates = row[row >= np.partition(maxima, groups - count)[groups - count]]
@@ -64,7 +65,7 @@ def _largest_of_long(row: np.ndarray, count: int) -> np.ndarray:
 
 
 class Device:
-    """Tensors on an accelerator."""
+    """Array functions for tensors on an accelerator."""
 
     xp: Any = torch
 

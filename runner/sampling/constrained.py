@@ -1,9 +1,10 @@
-"""Constrained decoding as the loop's choice: the text that a grammar allows, the same with speculation and without.
+"""Constrained decoding as the loop's choice: a grammar restricts the text, which is the same with and without
+speculation.
 
-1. ``Guide`` follows one generation in its grammar. It advances by accepted tokens alone; proposals are walked and
-   taken back.
-2. ``Constrained`` masks each row of the target before anything is chosen of it, and the draft's rows likewise, so that
-   what is proposed is what the grammar takes. Where the grammar leaves one way on, that is proposed without the draft.
+1. ``Guide`` follows one generation in its grammar. It advances by accepted tokens only; it follows proposals and rolls
+   back.
+2. ``Constrained`` masks each row of the target before a token is chosen, and the draft's rows too, so that proposals
+   obey the grammar. If the grammar allows only one continuation, it is proposed without a draft step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,32 +20,34 @@ from eagle3.runner.rounds.choice import Choice
 from eagle3.runner.sampling.constraint import Constraint
 
 LONGEST_REASON = 400
-"""Characters of llguidance's reasons."""
+"""The most characters of llguidance's reason in an error."""
 BEFORE, REASONING, GRAMMAR, OVER = "before", "reasoning", "grammar", "over"
-"""The state of a generation: it may still open its reasoning; within that; in the constrained text; behind its end."""
+"""The states of a generation: it may still open its reasoning; it is in its reasoning; in the constrained text; after
+the end."""
 
 
 class GrammarFailed(RuntimeError):
-    """A grammar turned out to be too complex for llguidance's limits, or to allow no text."""
+    """Raised if a grammar is too complex for llguidance's limits, or allows no text."""
 
 
 class Guide:
-    """One generation in its grammar: which tokens may come next. Raises GrammarFailed, in llguidance's words."""
+    """Tracks one generation in its grammar, and the tokens that may come next. Raises GrammarFailed with llguidance's
+    reason."""
 
     def __init__(self, constraint: Constraint):
         self._constraint, self._matcher = constraint, constraint.matcher.deep_copy()
         self._where = GRAMMAR
-        self._steps: list[tuple[str, bool]] = []  # of each token taken: where that was, and whether the grammar moved
+        self._steps: list[tuple[str, bool]] = []  # for each token: the state before, and if the grammar advanced
         if constraint.reasoning_end is not None:
             self._where = REASONING if constraint.reasoning_begin is None else BEFORE
 
     @property
     def free(self) -> bool:
-        """Return whether any token may come next."""
+        """True if any token may come next."""
         return self._where in (REASONING, OVER)
 
     def take(self, token: int) -> bool:
-        """Go one token on. Returns False, and stays, where the token may not come next."""
+        """Advance by one token. Returns False, and does not advance, if the token may not come next."""
         step = self._step(token)
         if step is None:
             return False
@@ -54,7 +57,7 @@ class Guide:
         return True
 
     def back(self, count: int) -> None:
-        """Take back the last ``count`` tokens."""
+        """Roll back the last ``count`` tokens."""
         if not count:
             return
         self._matcher.rollback(sum(moves for _, moves in self._steps[-count:]))
@@ -63,7 +66,7 @@ class Guide:
 
     @contextmanager
     def ahead(self, tokens: Sequence[int]) -> Iterator[bool]:
-        """Stands behind ``tokens`` for as long as this lasts; gives whether all of them may come."""
+        """Advance by ``tokens`` within this context. Yields True if all of them may come next."""
         taken = 0
         while taken < len(tokens) and self.take(tokens[taken]):
             taken += 1
@@ -84,8 +87,8 @@ class Guide:
         return allowed
 
     def allows(self, token: int) -> bool:
-        """Return whether ``token`` is one of ``allowed``. ``take`` takes more: any cut of a text into tokens, where
-        ``allowed`` has only the tokenizer's own cut of a text that is forced."""
+        """Return True if ``token`` is one of ``allowed``. ``take`` accepts more tokens: any tokenization of a text,
+        while ``allowed`` has only the tokenizer's own for a forced text."""
         constraint = self._constraint
         if self.free or (self._where == BEFORE and token == constraint.reasoning_begin):
             return True
@@ -94,8 +97,8 @@ class Guide:
         return bool(self._bits()[token >> 3] >> (token & 7) & 1)
 
     def forced(self, count: int) -> list[int]:
-        """Return the tokens that must come next, as far as the grammar knows, ``count`` at most. Behind the end it is
-        the end token again: no draft is to be asked for what nobody will read."""
+        """Return up to ``count`` tokens that must come next, as far as the grammar knows. After the end they are end
+        tokens, so that no draft step is spent on tokens that are discarded."""
         if self._where in (BEFORE, REASONING):
             return []
         tokens = [] if self._where == OVER else self._matcher.compute_ff_tokens()[:count]
@@ -106,13 +109,14 @@ class Guide:
         return tokens
 
     def _bits(self) -> np.ndarray:
-        """Return the mask of the next token: uint8, a bit a token."""
+        """Return the mask of the next token: uint8, one bit per token."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         return bits
 
     def _step(self, token: int) -> tuple[str, bool] | None:
-        """Return the state behind ``token``, and whether the grammar moves by it; None where it may not come next."""
+        """Return the state after ``token``, and True if the grammar advances by it; None if the token may not come
+        next."""
         constraint = self._constraint
         if self._where == OVER:
             return OVER, False
@@ -133,7 +137,7 @@ class Guide:
 
 
 class Constrained:
-    """A ``Choice`` that is another's, among the tokens that a grammar allows."""
+    """A ``Choice`` that restricts another one to the tokens that a grammar allows."""
 
     greedy = False
 
@@ -148,7 +152,7 @@ class Constrained:
         masks, taken = [self._guide.allowed()], 0
         while taken < len(proposed) and self._guide.take(
             proposed[taken]
-        ):  # behind one that may not come no row matters
+        ):  # rows after a token that is not allowed do not matter
             taken += 1
             masks.append(self._guide.allowed())
         self._guide.back(taken)
@@ -157,7 +161,8 @@ class Constrained:
         return self._choice.target(step._replace(logits=_masked(step.logits, allowed)), proposed)
 
     def _greedy_rows(self, step: Step, proposed: list[int]) -> Tensor:
-        """Return the most likely token wherever it is allowed, which it mostly is; only elsewhere is a mask made."""
+        """Return the most likely allowed token of each row. A mask is computed only for rows whose most likely token is
+        not allowed, which is rare."""
         assert step.logits is not None, "Grammars asks for logits"
         ids: list[int] = step.ids[0].tolist()
         taken = 0
@@ -189,7 +194,7 @@ class Constrained:
             return int(self._choice.draft(step, proposed)[0, row])
         allowed = guide.allowed()
         of_draft = allowed if self._draft_ids is None else allowed[self._draft_ids]
-        if not of_draft.any():  # the draft has no word for it
+        if not of_draft.any():  # the draft's vocabulary has no allowed token
             return int(allowed.argmax())
         rows = np.ones((step.logits.shape[1], len(of_draft)), bool)
         rows[row] = of_draft
@@ -215,5 +220,5 @@ def _ids(proposed: Sequence[Tensor]) -> list[int]:
 
 
 def _masked(logits: Tensor, allowed: np.ndarray) -> Tensor:
-    """Return ``logits`` with -inf where a token is not allowed; ``allowed`` has their last dimensions."""
+    """Return ``logits`` with -inf where a token is not allowed; ``allowed`` has the shape of their last dimensions."""
     return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), float("-inf"))

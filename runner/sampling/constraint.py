@@ -1,7 +1,8 @@
-"""The form of a text: a JSON schema, a regular expression, a list of strings or a grammar, compiled by llguidance.
+"""Compiles the required form of a text with llguidance: a JSON schema, a regular expression, a list of strings or a
+grammar.
 
-``structured_outputs`` has vLLM's names. llguidance is imported when the first of them is compiled: an install without
-it runs everything else.
+``structured_outputs`` has vLLM's names. llguidance is imported when the first of them is compiled, so everything else
+runs without it.
 """
 
 import json
@@ -17,25 +18,25 @@ from eagle3.runner.text.checks import shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-    from llguidance._lib import JsonCompileOptions  # a stub's alone
+    from llguidance._lib import JsonCompileOptions  # exists only in the type stubs
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 REASONING = ("reasoning_begin", "reasoning_end")
 KEPT_BYTES = 64 << 20
-"""Memory of compiled grammars that are kept: a large schema takes tenths of a second."""
+"""The most bytes of compiled grammars that are kept, since compiling a large schema takes tenths of a second."""
 BYTES_OF_GRAMMAR, BYTES_A_CHARACTER = 1 << 16, 128
-"""The memory that a compiled grammar takes: of enums, properties and choices from 44 to 172 bytes a character of
-llguidance's form were measured."""
+"""The bytes that a compiled grammar is assumed to take: a constant, and so many per character of llguidance's form. For
+enums, properties and choices 44 to 172 per character were measured."""
 LONGEST_REASON = 400
-"""Characters of llguidance's reasons: those may have a grammar of a megabyte in them."""
+"""The most characters of llguidance's reason in an error, since it may contain a grammar of a megabyte."""
 SEPARATORS: "JsonCompileOptions" = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""JSON as Python's ``json`` writes it; a schema's own ``x-guidance`` may say otherwise. Where whitespace is free, a
-comma forces nothing behind it, and a small model may write spaces to the end of its budget."""
+"""JSON is written as by Python's ``json``, unless the schema's own ``x-guidance`` says otherwise. With flexible
+whitespace a comma would force no token after it, and a small model might write spaces until its budget ends."""
 
 
 def check_constraint(asked: object) -> None:
-    """Raise ValueError, one line, for what is no ``structured_outputs``. Whether the grammar itself is one, only
-    ``Grammars.compile`` can tell."""
+    """Raise ValueError with one line if ``asked`` is no ``structured_outputs``. Only ``Grammars.compile`` checks the
+    grammar itself."""
     if not isinstance(asked, Mapping):
         raise ValueError(f"structured_outputs is {shown(asked)}, but must be a mapping with one of {', '.join(KINDS)}")
     unknown = [name for name in asked if name not in (*KINDS, *REASONING)]
@@ -64,8 +65,8 @@ def check_constraint(asked: object) -> None:
 class Constraint:
     """A compiled grammar, for any number of generations.
 
-    ``reasoning_begin`` is the token that may open reasoning before the constrained text, None where it is open from the
-    start; ``reasoning_end`` ends it, None: there is none. What stands between is free.
+    ``reasoning_begin`` is the token that may open reasoning before the constrained text, None if the reasoning is open
+    from the start. ``reasoning_end`` ends it, None if there is no reasoning. Reasoning itself is not constrained.
     """
 
     matcher: "LLMatcher"
@@ -79,8 +80,8 @@ class Grammars:
     """The grammars of one tokenizer. Any thread may compile."""
 
     def __init__(self, tokenizer_file: Path, metadata: Metadata):
-        """Raises ValueError, one line, where llguidance is not installed, the artifact gives no logits or end tokens,
-        or llguidance does not take the tokenizer."""
+        """Raises ValueError with one line if llguidance is not installed, the artifact has no logits or no end tokens,
+        or llguidance does not accept the tokenizer."""
         if not metadata.has_logits:
             raise ValueError(
                 "structured_outputs needs logits, which this artifact lacks: export it again without --no-logits"
@@ -98,17 +99,17 @@ class Grammars:
         self._ids = {token["content"]: token["id"] for token in json.loads(text).get("added_tokens", [])}
         try:
             self._tokenizer = LLTokenizer(text, n_vocab=metadata.vocab_size, eos_token=list(metadata.eos_ids))
-        except Exception as error:  # of a library that panics in Rust
+        except Exception as error:  # the library may panic in Rust
             reason = " ".join(str(error).split())
             raise ValueError(f"llguidance does not take the tokenizer {tokenizer_file}: {reason}") from error
 
     def compile(self, asked: Mapping[str, Any]) -> Constraint:
-        """Raises ValueError, one line in llguidance's words, for a grammar or a schema that it does not take: the
-        keyword, the pattern or the place."""
+        """Compile ``structured_outputs``. Raises ValueError for an invalid grammar or schema, with llguidance's reason
+        in one line."""
         if (kept := self.kept(asked)) is not None:
             return kept
         grammar = self.source(asked)
-        matcher = self._matcher(asked, grammar)  # with no lock: it may take a second
+        matcher = self._matcher(asked, grammar)  # without the lock, since it may take a second
         size = BYTES_OF_GRAMMAR + BYTES_A_CHARACTER * len(grammar)
         with self._lock:
             if _key(asked) not in self._compiled:
@@ -120,7 +121,7 @@ class Grammars:
         return self._constraint(matcher, asked)
 
     def kept(self, asked: Mapping[str, Any]) -> Constraint | None:
-        """Return what is compiled already. Raises as ``check_constraint``."""
+        """Return the constraint if it is already compiled, otherwise None. Raises as ``check_constraint``."""
         check_constraint(asked)
         with self._lock:
             if (key := _key(asked)) not in self._compiled:
@@ -130,7 +131,7 @@ class Grammars:
         return self._constraint(matcher, asked)
 
     def source(self, asked: Mapping[str, Any]) -> str:
-        """Return llguidance's own form of what is asked. Raises ValueError for what is no JSON schema."""
+        """Return ``structured_outputs`` in llguidance's own form. Raises ValueError for an invalid JSON schema."""
         check_constraint(asked)
         kind = next(kind for kind in KINDS if kind in asked)
         try:
@@ -139,8 +140,8 @@ class Grammars:
             raise ValueError(f"{kind} of structured_outputs is no JSON schema: {_line(error)}") from error
 
     def refusal(self, asked: Mapping[str, Any], reason: object) -> str:
-        """Return the line that refuses a grammar for llguidance's ``reason``."""
-        return f"{next(kind for kind in KINDS if kind in asked)} of structured_outputs is not taken: {_line(reason)}"
+        """Return the error line for a grammar that llguidance refuses for ``reason``."""
+        return f"{next(kind for kind in KINDS if kind in asked)} of structured_outputs is refused: {_line(reason)}"
 
     def _constraint(self, matcher: "LLMatcher", asked: Mapping[str, Any]) -> Constraint:
         begin, end = (self._token(name, asked[name]) if name in asked else None for name in REASONING)
@@ -151,7 +152,7 @@ class Grammars:
 
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         first = matcher.deep_copy()
-        first.compute_bitmask()  # one that allows no text fails here
+        first.compute_bitmask()  # a grammar that allows no text fails here
         if matcher.is_error() or first.is_error():
             raise ValueError(self.refusal(asked, matcher.get_error() or first.get_error()))
         return matcher
@@ -173,11 +174,11 @@ def _grammar(kind: str, value: object) -> str:
         whole = json.loads(schema)
         if whole is False:
             raise ValueError("false allows no text")
-        if whole is True:  # llguidance takes objects alone
+        if whole is True:  # llguidance accepts only objects as schemas
             schema = "{}"
         return LLMatcher.grammar_from_json_schema(schema, defaults=SEPARATORS)
     if kind == "choice":
-        assert isinstance(value, Sequence)  # by check_constraint
+        assert isinstance(value, Sequence)  # ensured by check_constraint
         value = "start: " + " | ".join(json.dumps(each) for each in value)
     assert isinstance(value, str)
     return LLMatcher.grammar_from_regex(value) if kind == "regex" else LLMatcher.grammar_from_lark(value)

@@ -1,7 +1,7 @@
-"""An id from each row of logits: the most likely one, or the one whose logit + temperature * noise is the largest.
+"""Draws an id from each row of logits: the most likely one, or the one with the largest logit + temperature * noise.
 
 ``Dense`` adds the noise of all ids. On the host that is too slow for a large vocabulary, and ``Sparse`` finds the same
-id from the few that can win.
+id among the few that can have the largest sum.
 """
 
 import math
@@ -16,20 +16,21 @@ from eagle3.runner.sampling.noise import Noise, gumbel, keys, spread, words
 from eagle3.runner.sampling.options import Sampling
 
 Draw = Callable[[Array, int], np.ndarray]
-"""(float32 logits [1, R, V] with bias and penalty, position of the first row's id) to columns: numpy's int64 [1, R]."""
+"""Maps float32 logits [1, R, V] with bias and penalty, and the position of the first row's id, to columns, int64 [1,
+R]."""
 
 MANY = 1 << 14
-"""The most ids whose noise is made at once. That of more is made one by one on the host."""
+"""The largest vocabulary whose noise is computed for all ids on the host; ``Sparse`` serves larger ones."""
 LOUD_WORD = -(1 << 21)
-"""Nearer to zero is the word of one id in 1024 ..."""
+"""The bound of a loud id's word: one id in 1024 has a word nearer to zero."""
 KEPT = 32
-"""Positions whose loud ids are remembered."""
+"""The number of positions whose loud ids are kept."""
 LOUD, LEAST = 6.94, -2.78
-"""... and its noise is larger than this; the second bounds all noise from below."""
+"""A lower bound of the noise of loud ids, and a lower bound of all noise."""
 
 
 def draw_by(sampling: Sampling, seed: int, ids: np.ndarray, arrays: Arrays[Array]) -> Draw[Array]:
-    """ids: int64 [V], the target's id of each column"""
+    """Return the function that draws ids. ``ids``, int64 [V], is the target's id of each column."""
     if not sampling.temperature:
         return lambda logits, _position: arrays.host(logits.argmax(-1))
     if isinstance(arrays, Host) and len(ids) > MANY:
@@ -52,10 +53,11 @@ class Dense(Generic[Array]):
 
 
 class Sparse:
-    """Few ids have loud noise; of the others only those of a large logit can win.
+    """Draws from a large vocabulary.
 
-    The loud ones of a position are found once, by their words. The best score among them, or the largest logit with the
-    least noise, is what the others would have to beat with noise that is not loud.
+    Few ids have loud noise; any other id can win only if its logit is large. The loud ids of a position are found once,
+    by their words. The others must exceed the best score among them, and the largest logit with the least noise, with
+    noise that is not loud.
     """
 
     def __init__(self, sampling: Sampling, seed: int, ids: np.ndarray, arrays: Host):
@@ -71,7 +73,7 @@ class Sparse:
     def _best(self, row: np.ndarray, position: int, floor: float) -> int:
         """Return the column of the largest score among those whose logit is ``floor`` or more."""
         temperature = self._sampling.temperature
-        if 0 < self._sampling.top_k < len(row):  # few enough
+        if 0 < self._sampling.top_k < len(row):  # the kept ids are few enough
             columns = np.flatnonzero(row >= floor)
             scores = row[columns] + self._noise(position, columns)
         else:
@@ -92,7 +94,7 @@ class Sparse:
         return gumbel(self._words(position, self._spread[columns]), self._sampling.temperature, self._arrays)
 
     def _loud_at(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return columns of loud noise, ascending, and that noise times the temperature."""
+        """Return the columns with loud noise, ascending, and their noise times the temperature."""
         if position not in self._loud:
             if len(self._loud) >= KEPT:
                 self._loud.clear()

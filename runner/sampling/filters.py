@@ -1,7 +1,8 @@
-"""Top-k, top-p and min-p, each of which keeps the ids from some logit on: together they are one threshold a row.
+"""Top-k, top-p and min-p.
 
-The meaning is transformers' but for one case: of equal logits at top-p's edge transformers keeps those that its sort
-puts last; here all stay, as they do at top-k's.
+Each keeps the ids whose logit is at least some value, so together they are one threshold per row. Results equal
+transformers' except in one case: of equal logits at the edge of top-p, transformers keeps those that its sort puts
+last. Here all are kept, as at the edge of top-k.
 """
 
 import math
@@ -10,11 +11,11 @@ from eagle3.runner.sampling.arrays import Array, Arrays
 from eagle3.runner.sampling.options import Sampling
 
 FIRST = 256
-"""The number of a vocabulary's logits that are sorted at first; top-p seldom keeps more."""
+"""The number of largest logits that are sorted first; top-p seldom keeps more."""
 
 
 def thresholds(logits: Array, sampling: Sampling, arrays: Arrays[Array]) -> Array | None:
-    """Return the least logit of each row that the filters keep, [1, R, 1]; None where there are none.
+    """Return the least logit of each row that the filters keep, [1, R, 1]; None without filters.
 
     Args:
         logits: float32 logits [1, R, V], with bias and penalty, before the temperature
@@ -32,8 +33,9 @@ def thresholds(logits: Array, sampling: Sampling, arrays: Arrays[Array]) -> Arra
 
 
 def _by_top_p(logits: Array, top_k: int, sampling: Sampling, arrays: Arrays[Array]) -> Array:
-    """Keep those that lie above 1 - top_p of the probability, all summed up from the least: of all ids, or of the
-    ``top_k`` most likely and those equal to the last of them."""
+    """Return the least logit that top-p keeps in each row: probabilities are summed from the least, and ids above a sum
+    of 1 - top_p are kept. The sum is over all ids, or over the ``top_k`` most likely and those equal to the last of
+    them."""
     xp, temperature, vocabulary = arrays.xp, sampling.temperature, logits.shape[-1]
     for count in [top_k] if top_k else sorted({min(FIRST, vocabulary), vocabulary}):
         top = arrays.largest(logits, count)

@@ -1,4 +1,4 @@
-"""Log-probabilities of what was said, by the model's own distribution."""
+"""Log-probabilities of generated tokens under the model's own distribution."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from eagle3.runner.rounds.choice import Choice
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms of a softmax over the raw logits, before temperature, filters and penalties: what vLLM calls
-    raw_logprobs. ``top``: (id, logarithm) of the likeliest tokens, most likely first."""
+    """Natural logarithms of a softmax over the raw logits, before temperature, filters and penalties (vLLM's
+    raw_logprobs). ``top``: (id, logarithm) of the most likely tokens, the most likely first."""
 
     token_id: int
     logprob: float
@@ -26,7 +26,8 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """Return how likely each of ``tokens`` is by its row of ``logits`` [T, V], with the ``count`` likeliest."""
+    """Return the log-probability of each of ``tokens`` in its row of ``logits`` [T, V], with the ``count`` most likely
+    tokens."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
     values, ids = (best.tolist() for best in logprobs.topk(count))
@@ -37,12 +38,12 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[To
 
 
 class Logprobs:
-    """A ``Choice`` that is another's, and keeps in ``tokens`` how likely each accepted token was."""
+    """A ``Choice`` that delegates to another one and keeps the log-probabilities of accepted tokens in ``tokens``."""
 
     greedy = False
 
     def __init__(self, choice: Choice, count: int):
-        """``count``: of the likeliest tokens to keep with each"""
+        """``count``: the number of most likely tokens to keep with each token"""
         self._choice, self._count = choice, count
         self._logits: Tensor | None = None
         self.tokens: list[TokenLogprobs] = []
@@ -59,6 +60,6 @@ class Logprobs:
         return self._choice.forced(proposed, count)
 
     def accept(self, tokens: list[int]) -> None:
-        assert self._logits is not None  # the target chose the tokens
+        assert self._logits is not None  # the target chose the tokens before
         self.tokens += token_logprobs(self._logits[: len(tokens)], tokens, self._count)
         self._choice.accept(tokens)

@@ -1,4 +1,4 @@
-"""The least number of tokens: until a text has them, no end token is chosen."""
+"""Chooses no end token until a text has a given number of tokens."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,14 +10,14 @@ from eagle3.runner.rounds.choice import Choice
 
 
 class MinTokens:
-    """A ``Choice`` that is another's, with the logits of the end tokens at -inf until the text has ``count`` tokens
-    (vLLM's ``min_tokens``, transformers' ``min_new_tokens``). The draft is not masked: what it proposes of them is
-    rejected."""
+    """A ``Choice`` that delegates to another one, with the logits of the end tokens at -inf until the text has
+    ``count`` tokens (vLLM's ``min_tokens``, transformers' ``min_new_tokens``). The draft's logits are not masked: end
+    tokens that it proposes are rejected."""
 
     greedy = False
 
     def __init__(self, choice: Choice, count: int, ends: Collection[int]):
-        """``ends``: ids of the target."""
+        """``ends`` are the end tokens, as ids of the target."""
         self._choice, self._left, self._ends = choice, count, sorted(ends)
 
     def target(self, step: Step, proposed: list[int]) -> Tensor:

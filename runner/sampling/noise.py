@@ -1,11 +1,11 @@
-"""Gumbel noise that depends on (seed, position, id of the target) alone.
+"""Gumbel noise that depends only on the seed, the position and the target's id.
 
-The largest of logits / temperature + noise is a sample of their softmax, and who adds the same noise to similar logits
-mostly finds the same id: that is how a draft proposes what sampling is going to choose.
+The id with the largest logit / temperature + noise is a sample of the softmax. The same noise added to similar logits
+mostly gives the same id, so the draft proposes the ids that sampling is going to choose.
 
 1. Keys: a cryptographic hash of the seed gives each position two words.
 2. Words: a multiplicative hash of an id with a position's keys, in wrapping int32, the same in numpy and PyTorch.
-3. Gumbel noise: -log(-log(1 - v)) of 30 bits v in (0, 1), exact to the tail of large noise, where ids are chosen.
+3. Gumbel noise: -log(-log(1 - v)) of 30 bits v in (0, 1), exact in the tail of large noise, where ids are chosen.
 """
 
 import hashlib
@@ -18,14 +18,15 @@ import numpy as np
 from eagle3.runner.sampling.arrays import Array, Arrays
 
 KEYED, BLOCK = 512, 16
-"""Positions whose keys come of one hash, and those whose noise is made at a time: calls cost more than numbers do."""
+"""The number of positions whose keys come from one hash, and of those whose noise is computed at once, since the cost
+is mostly per call."""
 SIGN_AND_ODD = -0x7FFFFFFF  # bit 31 and bit 0
-UNIT = 2.0**-31 * (1 - 2.0**-23)  # words to (-1, 0), where float32 would round the first to -1
-MULTIPLIERS = 0x7FEB352D, 0x846CA68B - (1 << 32)  # of Chris Wellons's lowbias32
+UNIT = 2.0**-31 * (1 - 2.0**-23)  # maps words to (-1, 0); float32 would round the first to -1
+MULTIPLIERS = 0x7FEB352D, 0x846CA68B - (1 << 32)  # the multipliers of Chris Wellons's lowbias32
 
 
 def keys(seed: int, position: int, count: int) -> np.ndarray:
-    """Return the keys of positions that are ``KEYED`` together: int32 [count, 2], the second odd."""
+    """Return the keys of ``count`` positions from ``position`` on: int32 [count, 2], of which the second is odd."""
     start = position % KEYED
     return _keys(seed, position // KEYED)[start : start + count]
 
@@ -37,7 +38,7 @@ def _keys(seed: int, chunk: int) -> np.ndarray:
 
 
 def spread(ids: Array) -> Array:
-    """Return int32 ids, each bit of which matters to every bit of the result (lowbias32)."""
+    """Return a hash of each id, int32, in which every bit depends on every bit of the id (lowbias32)."""
     mixed = ids ^ ((ids >> 16) & 0xFFFF)
     mixed *= MULTIPLIERS[0]
     mixed ^= (mixed >> 15) & 0x1FFFF
@@ -47,7 +48,7 @@ def spread(ids: Array) -> Array:
 
 
 def words(keys: Array, spread_ids: Array) -> Array:
-    """keys [..., 2], ids as ``spread`` gives them: random odd int32 below zero, [..., ids]."""
+    """Return random odd negative int32 [..., ids] for ``keys`` [..., 2] and ids hashed by ``spread``."""
     mixed = spread_ids ^ keys[..., :1]
     mixed *= MULTIPLIERS[0]
     shifted = mixed >> 15
@@ -59,7 +60,7 @@ def words(keys: Array, spread_ids: Array) -> Array:
 
 
 def gumbel(words: Array, temperature: float, arrays: Arrays[Array]) -> Array:
-    """Return float32 noise of ``words``, times the temperature: the nearer to zero a word, the larger."""
+    """Return the noise of ``words`` times the temperature, float32. Words nearer to zero have larger noise."""
     xp, noise = arrays.xp, arrays.floats(words)
     noise *= UNIT
     xp.log1p(noise, out=noise)
@@ -70,10 +71,10 @@ def gumbel(words: Array, temperature: float, arrays: Arrays[Array]) -> Array:
 
 
 class Noise(Generic[Array]):
-    """The noise of one vocabulary, times the temperature. Blocks of positions are made on demand; two are kept."""
+    """The noise of one vocabulary, times the temperature. Blocks of positions are computed on demand; two are kept."""
 
     def __init__(self, seed: int, ids: np.ndarray, temperature: float, arrays: Arrays[Array]):
-        """ids: int64 [V], the target's"""
+        """``ids``, int64 [V], is the target's id of each column."""
         self._seed, self._temperature = seed, temperature
         self._arrays: Arrays[Array] = arrays
         self._spread: Array = spread(arrays.array(ids.astype(np.int32)))

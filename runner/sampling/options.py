@@ -1,4 +1,4 @@
-"""The options of sampling, and whether an artifact can do it."""
+"""The options of sampling, and the check that an artifact supports them."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,19 +9,19 @@ from eagle3.runner.text.checks import shown
 
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")
 LEAST, MOST = 1e-9, 1e9
-"""Bounds of temperatures, penalties and biases, by which float32 multiplies and divides without overflow."""
+"""Bounds of temperatures, penalties and biases within which float32 multiplies and divides without overflow."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """transformers' parameters under its names, in its order: ``logit_bias`` (id to bias) is added to the logits; those
-    of tokens that are there already, the prompt's too, are divided by ``repetition_penalty`` (multiplied where
-    negative); OpenAI's penalties are taken off, ``frequency_penalty`` as often as a token was generated,
-    ``presence_penalty`` once; then come the temperature, ``top_k``, ``top_p`` and ``min_p``.
+    """The sampling parameters of transformers, under its names and in its order: ``logit_bias`` (id to bias) is added
+    to the logits; logits of tokens that occurred before, also in the prompt, are divided by ``repetition_penalty``
+    (multiplied if negative); OpenAI's penalties are subtracted, ``frequency_penalty`` as often as a token was
+    generated, ``presence_penalty`` once; then come the temperature, ``top_k``, ``top_p`` and ``min_p``.
 
     Ids of ``logit_bias`` may be text, such as "17", as the keys of a JSON object are. ``temperature`` 0 takes the most
-    likely token, ``seed`` None is another one for each generation; prompts of one seed are drawn by the same noise at
-    the same positions. Raises ValueError, one line, for a value of another type or out of bounds.
+    likely token. ``seed`` None draws a new seed for each generation; prompts with the same seed have the same noise at
+    the same positions. Raises ValueError with one line for a value of another type or out of bounds.
     """
 
     temperature: float = 0.0
@@ -59,16 +59,16 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """True if the artifact's own greedy ids are what is asked for."""
+        """True if the options ask for the artifact's own greedy ids."""
         return not (self.temperature or self.adjusts)
 
     @property
     def adjusts(self) -> bool:
-        """True if single logits are changed before anything is drawn."""
+        """True if single logits are changed before a token is drawn."""
         return bool(self.logit_bias or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     def check(self, metadata: Metadata) -> None:
-        """Raises ValueError, one line, for what the artifact cannot do."""
+        """Raise ValueError with one line if the artifact does not support the options."""
         if not self.plain:
             check_logits(metadata, "sampling, a bias or a penalty")
         for token in self.logit_bias:
@@ -78,12 +78,13 @@ class Sampling:
 
 
 def _token_id(given: object) -> object:
-    """JSON has no numbers as keys. What is no number stays as it is."""
+    """Return a token id given as text as a number, since JSON has no numbers as keys. Anything else is returned
+    unchanged."""
     return int(given) if isinstance(given, str) and TOKEN_ID.fullmatch(given) else given
 
 
 def check_logits(metadata: Metadata, wanted_for: str) -> None:
-    """Raises ValueError, one line, where the artifact gives no logits."""
+    """Raise ValueError with one line if the artifact has no logits."""
     if not metadata.has_logits:
         raise ValueError(f"{wanted_for} needs logits, which this artifact lacks: export it again without --no-logits")
 

@@ -1,4 +1,4 @@
-"""One generation's answer, read as it comes: reasoning, content and tool calls, and what it took."""
+"""Reads the answer of a generation while it is generated: reasoning, content, tool calls and token counts."""
 
 import json
 import uuid
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Answer:
-    """The reply of a job as far as it was read; complete when ``read`` has ended."""
+    """The part of a job's reply that was read so far; it is complete when ``read`` has ended."""
 
     turn: Turn
     texts: dict[str, list[str]] = field(default_factory=lambda: {REASONING: [], CONTENT: [], TOOLS: []})
@@ -52,8 +52,8 @@ class Answer:
         return "tool_calls" if self.calls else "stop"
 
     async def read(self, job: Job, dialogue: Dialogue) -> AsyncGenerator[tuple[list[Part], Delta | None], None]:
-        """Yield for each round the parts that became certain, and the round; at the end those that were held back.
-        Raises as ``Job.deltas``."""
+        """Yield for each round the parts that became certain, and the round's delta; at the end the parts that were
+        held back. Raises as ``Job.deltas``."""
         splitter = self.turn.splitter()
         async with aclosing(job.deltas()) as deltas:
             async for delta in deltas:
@@ -68,7 +68,7 @@ class Answer:
         return parts
 
     def _called(self, dialogue: Dialogue) -> list[Part]:
-        """Find the tool calls; returns what turned out to be none as content."""
+        """Find the tool calls; returns text that is no tool call as content."""
         tools = self.turn.tools
         if tools.forced:
             self.calls = _forced_calls(tools.choice, self.text(CONTENT), set(tools.schemas))
@@ -84,8 +84,8 @@ class Answer:
 
 
 def _forced_calls(choice: str, text: str, names: set[str]) -> list[Call]:
-    """Return the calls in a text that the grammar of ``Tools`` wrote. Of a text that its budget cut: the call as far as
-    it goes where a named function was asked for, otherwise the calls that were complete."""
+    """Return the calls in a text that follows the grammar of ``Tools``. If the budget cut the text, return the
+    incomplete call of a named function, or otherwise the complete calls."""
     if choice in names:
         return [Call(new_id("call"), choice, text)]
     found, place, decoder = [], text.find("{"), json.JSONDecoder()
@@ -102,7 +102,7 @@ def new_id(prefix: str) -> str:
 
 
 def usage(groups: Sequence[tuple[int, list[Job]]], reasoning_end: int | None = None) -> CompletionUsage:
-    """Return the tokens that all choices took together. ``groups``: each prompt's tokens and its jobs.
+    """Return the total number of tokens of all choices. ``groups``: each prompt's tokens and its jobs.
     ``reasoning_end``: the token that ends reasoning."""
     results = [job.result for _, jobs in groups for job in jobs if job.result is not None]
     stats, prompt_tokens, cached, reasoning = GenerationStats(), 0, 0, 0
@@ -127,7 +127,7 @@ def usage(groups: Sequence[tuple[int, list[Job]]], reasoning_end: int | None = N
 
 
 def token_text(text: Text, token: int) -> str:
-    """Return a token as it reads within a text: decoders drop the space before a text's first word."""
+    """Return a token's text as it is within a text, since decoders drop the space before a text's first word."""
     return text.decode([token, token], False)[len(text.decode([token], False)) :]
 
 

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, errors, streams; what each endpoint does is in a file of its own."""
+"""The HTTP application: routes, errors and streams. Each endpoint has a file of its own."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from eagle3.runner.serve.service import Service
 
 DONE = "data: [DONE]\n\n"
 BODY_SECONDS = 60.0
-"""The time that a client has to send a body."""
+"""The seconds that a client has to send a body."""
 READ = ["GET", "HEAD"]
 
 T = TypeVar("T")
@@ -37,8 +37,8 @@ def build_app(
     log: Callable[[str], None] | None = None,
     hosts: Collection[str] | None = None,
 ) -> FastAPI:
-    """Return the application over a loaded model; ``key``: what requests have to bear; ``log`` takes a line a
-    request; ``hosts``: the names by which it may be asked (``Gate``)."""
+    """Return the application over a loaded model. ``key``: the API key that requests must send; ``log`` is called with
+    one line per request; ``hosts``: the allowed names of the server (``Gate``)."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -47,7 +47,7 @@ def build_app(
 
     app = FastAPI(
         title="eagle3-serve", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, redirect_slashes=False
-    )  # a redirect would go to the host that the client named
+    )  # a redirect would lead to the host that the client named
     app.add_middleware(Gate, key=key, log=log or (lambda _line: None), hosts=hosts)
     app.add_exception_handler(APIError, on_api_error)
     app.add_exception_handler(ClientDisconnect, _on_hang_up)
@@ -102,15 +102,15 @@ def _endpoint(
         try:
             given = await asyncio.wait_for(request.body(), BODY_SECONDS)
         except TimeoutError:
-            raise Refused(f"the body took more than {BODY_SECONDS:g} s to come", status=408) from None
+            raise Refused(f"the body took more than {BODY_SECONDS:g} s to arrive", status=408) from None
         asked = await asyncio.to_thread(_parsed, service, kind, given)
-        service.engine.check_room(asked.generations)  # before anything is rendered or tokenized
+        service.engine.check_room(asked.generations)  # before the prompt is rendered or tokenized
         if not asked.stream:
             made: BaseModel = await _while_connected(request, complete(service, asked, request))
-            text = made.model_dump_json(exclude_unset=True, warnings=False)  # null, where openai's types have none
+            text = made.model_dump_json(exclude_unset=True, warnings=False)  # keeps nulls
             return Response(text, media_type="application/json")
         lines = stream(service, asked, request)
-        first = await _while_connected(request, anext(lines))  # what is refused is refused with a status
+        first = await _while_connected(request, anext(lines))  # its error has a status
         return StreamingResponse(_sent(first, lines, done, written), media_type="text/event-stream")
 
     return answer
@@ -119,7 +119,8 @@ def _endpoint(
 async def _sent(
     first: str, lines: AsyncGenerator[str, None], done: str, written: Callable[[str], str]
 ) -> AsyncIterator[str]:
-    """Yield server-sent events. A failure in the middle is one of them, since the status is out."""
+    """Yield server-sent events. An error after the first one is sent as an event, since the HTTP status has already
+    been sent."""
     try:
         yield written(first)
         async for line in lines:
@@ -143,7 +144,7 @@ def _parsed(service: Service, kind: type[Asked], given: bytes) -> Asked:
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of ``work``, which is cancelled where the client hangs up."""
+    """Return the result of ``work``, which is cancelled if the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -169,7 +170,7 @@ async def _on_http_error(_request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_hang_up(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client has gone and reads no response
 
 
 async def _on_failure(_request: Request, error: Exception) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Who wrote which characters of an answer: the draft, whose proposals the target accepted, or the target itself."""
+"""Attributes the characters of an answer to the draft, whose proposals the target accepted, or to the target itself."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,17 +12,18 @@ from eagle3.runner.text.text import TextStream
 
 
 class Authors:
-    """The authors of the tokens of one generation by these ``options``, target or draft. A character that several
-    tokens spell belongs to the last of them."""
+    """The author of each token of one generation with ``options``: draft or target. A character of several tokens
+    belongs to the last of them."""
 
     def __init__(self, model: Model, options: dict[str, Any]):
         asked = Options.of(**options)
         self._stream = TextStream(model.text, (), asked.skip_special_tokens, asked.stop_ids(model.metadata))
-        self._ends, self._drafted = [0], [False]  # of each token: where its text ends, and whether the draft wrote it
+        self._ends, self._drafted = [0], [False]  # for each token: the end of its text, and True if the draft wrote it
 
     def told(self, parts: Sequence[Part], delta: Delta | None) -> dict[str, Any]:
-        """Return a chunk's report of its round: ``proposed`` and ``accepted``, and the tokens of each field of its
-        delta under the field's name. ``delta`` None: the report of what was held back until the end."""
+        """Return the report on a round for its chunk: ``proposed`` and ``accepted``, and under each field's name the
+        tokens of that field of the delta. With ``delta`` None the report is on the text that was held back until the
+        end."""
         said: dict[str, Any] = {}
         if delta is not None:
             said = {"proposed": delta.proposed, "accepted": delta.accepted}
@@ -37,13 +38,13 @@ class Authors:
             self._drafted.append(number < delta.accepted)
 
     def _tokens(self, part: Part) -> list[dict[str, Any]]:
-        """Return a part cut into its tokens; ``drafted`` is None where that is not known."""
+        """Return a part cut into its tokens; ``drafted`` is None if it is unknown."""
         if part.start is None:
             return [{"text": part.text, "drafted": None}]
         found, place, end = [], part.start, part.start + len(part.text)
         while place < end:
             token = bisect_right(self._ends, place)
-            last = token >= len(self._ends)  # bytes that never became a character
+            last = token >= len(self._ends)  # the last bytes never became a character
             until = end if last else min(end, self._ends[token])
             text = part.text[place - part.start : until - part.start]
             found.append({"text": text, "drafted": self._drafted[-1 if last else token]})

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``"""
+"""Handles ``POST /v1/chat/completions``."""
 
 import asyncio
 import time
@@ -112,7 +112,7 @@ def _choice(index: int, answer: Answer, logprobs: list[ChatCompletionTokenLogpro
 
 
 async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGenerator[str, None]:
-    """Yield the answer as JSON chunks. What is refused is raised before the first of them."""
+    """Yield the answer as JSON chunks. ``Refused`` is raised before the first chunk."""
     turn = await asyncio.to_thread(asked, service, body)
     chunks = Chunks(service, body, turn)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -147,7 +147,7 @@ class Chunks:
         return self.chunk([ChunkChoice(index=index, delta=ChoiceDelta(**delta), **({"finish_reason": None} | more))])
 
     async def of(self, index: int, job: Job) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """Yield one choice: the role, what each round gives, the end."""
+        """Yield the chunks of one choice: the role, the text of each round, the end."""
         answer, forced = Answer(self._turn), self._turn.tools.forced
         authors = Authors(self._service.model, self._turn.options) if self._body.return_speculation else None
         async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
@@ -160,7 +160,7 @@ class Chunks:
                 fields, more = self._of_round(shown, delta, authors)
                 if fields or more:
                     yield self._one(index, fields, **more)
-        if forced and not answer.calls:  # cut before the list of calls was whole
+        if forced and not answer.calls:  # the answer ended before its list of calls was complete
             yield self._one(index, {"content": answer.text(CONTENT)})
         for number, call in enumerate(answer.calls):
             yield self._one(index, {"tool_calls": [_tool_call(number, call)]})
@@ -169,7 +169,7 @@ class Chunks:
     def _of_round(
         self, parts: list[Part], delta: Delta | None, authors: Authors | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a round's delta, and what stands beside it."""
+        """Return the delta of a round, and the other fields of its chunk."""
         fields: dict[str, Any] = {}
         more: dict[str, Any] = {}
         for part in parts:

@@ -1,4 +1,4 @@
-"""``eagle3-serve``: an artifact behind OpenAI's API."""
+"""``eagle3-serve``: serves an artifact behind OpenAI's API."""
 
 import errno
 import importlib.util
@@ -156,7 +156,7 @@ def main(
 
 
 def read_key(file: Path) -> str:
-    """Return the key that requests must bear. Raises ValueError for a file without one."""
+    """Return the key that requests must send. Raises ValueError for a file without a key."""
     key = file.read_text(encoding="utf-8").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(f"{file} has no key: give it a line of printable ASCII")
@@ -164,7 +164,8 @@ def read_key(file: Path) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return the place to listen at, before anything is loaded. Raises ClickException where it is taken or is none."""
+    """Return a socket bound to the address, before anything is loaded. Raises ClickException if the address is invalid
+    or in use."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family)
@@ -173,7 +174,7 @@ def bind(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
-        listening.listen(1)  # so that a second server's bind fails now
+        listening.listen(1)  # makes the bind of a second server fail now
     except OSError as error:
         listening.close()
         if error.errno == errno.EADDRNOTAVAIL:
@@ -182,6 +183,6 @@ def bind(host: str, port: int) -> socket.socket:
                 "127.0.0.1 for itself"
             ) from error
         raise click.ClickException(
-            f"port {port} of {host} cannot be had ({error.strerror}): give another --port, 0 for a free one"
+            f"port {port} of {host} cannot be used ({error.strerror}): give another --port, 0 for a free one"
         ) from error
     return listening

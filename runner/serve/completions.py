@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: text that goes on, without a chat template."""
+"""Handles ``POST /v1/completions``, which continues a text without a chat template."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ def prompts(service: Service, body: CompletionBody) -> list[list[int]]:
 
 
 def options(service: Service, body: CompletionBody) -> dict[str, Any]:
-    """Return the options of a generation, without its length. Raises ``Refused``."""
+    """Return the options of a generation without its length. Raises ``Refused``."""
     service.check_model(body.model)
     found = body.sampling(service.model)
     if body.best_of not in (None, body.choices):
@@ -49,7 +49,7 @@ def options(service: Service, body: CompletionBody) -> dict[str, Any]:
 
 
 def _length(service: Service, prompt: list[int], body: CompletionBody) -> int:
-    """Return the most tokens to generate; OpenAI's default is 16. It is 1 where none are, behind an echo."""
+    """Return the most tokens to generate; OpenAI's default is 16. An echo without generation has 1."""
     if body.echo and body.max_tokens == 0:
         return length(service.model, prompt, 1, "max_tokens")
     room = service.model.metadata.max_seq_len - len(prompt)
@@ -58,7 +58,7 @@ def _length(service: Service, prompt: list[int], body: CompletionBody) -> int:
 
 
 async def answers(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[Completion, None]:
-    """Yield a chunk a round; the last one has the usage and no choices. What is refused is raised before the first."""
+    """Yield one chunk per round; the last one has the usage and no choices. ``Refused`` is raised before the first."""
     common = options(service, body)
     asked = await asyncio.to_thread(prompts, service, body)
     sized = [(prompt, common | {"max_new_tokens": _length(service, prompt, body)}) for prompt in asked]
@@ -102,14 +102,14 @@ def _choice(index: int, text: str, finish_reason: str | None, logprobs: Logprobs
 
 
 def _logprobs(service: Service, given: list[TokenLogprobs], offset: int, ends: Collection[int]) -> tuple[Logprobs, int]:
-    """Return tokens in OpenAI's shape, without ``ends``, and the offset behind them."""
+    """Return tokens in OpenAI's format, without ``ends``, and the offset after them."""
     text, tokens, logprobs, tops, offsets = service.model.text, [], [], [], []
     for each in given:
         if each.token_id in ends:
             continue
         tokens.append(token_text(text, each.token_id))
         logprobs.append(max(each.logprob, -9999.0))
-        best = reversed(each.top)  # of tokens that read the same, such as parts of characters, the likeliest stays
+        best = reversed(each.top)  # of tokens with the same text, such as parts of characters, the most likely is kept
         tops.append({token_text(text, token): max(logprob, -9999.0) for token, logprob in best})
         offsets.append(offset)
         offset += len(tokens[-1])
@@ -118,8 +118,8 @@ def _logprobs(service: Service, given: list[TokenLogprobs], offset: int, ends: C
 
 
 def _echoed(service: Service, prompt: list[int], given: list[TokenLogprobs]) -> Logprobs:
-    """Return a prompt in OpenAI's shape: nothing stands before its first token, which has null. Offsets are into the
-    echoed text, which special tokens are not part of."""
+    """Return a prompt in OpenAI's format. Its first token has null, since no token precedes it. Offsets are into the
+    echoed text, which has no special tokens."""
     found, _ = _logprobs(service, given, 0, ())
     decoder, offsets, offset = TextStream(service.model.text), list[int](), 0
     for token in prompt:
@@ -158,4 +158,4 @@ async def stream(service: Service, body: CompletionBody, request: Request) -> As
     async with aclosing(answers(service, body, request)) as chunks:
         async for chunk in chunks:
             if chunk.choices or with_usage:
-                yield chunk.model_dump_json(exclude_unset=True, warnings=False)  # null where openai's types have none
+                yield chunk.model_dump_json(exclude_unset=True, warnings=False)  # keeps nulls

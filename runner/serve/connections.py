@@ -1,5 +1,4 @@
-"""uvicorn's server with what it lacks: a limit on how long headers may take, and an end of what runs that tells its
-clients."""
+"""Adds to uvicorn's server a time limit for headers, and a shutdown that tells clients of running requests."""
 
 import asyncio
 import socket
@@ -10,9 +9,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 20.0
-"""The time for the headers of a request, from the connection or the response before."""
+"""The seconds for the headers of a request, from the connection or the previous response."""
 TELLING_SECONDS = 5
-"""The time for what runs when the grace has ended to be told so."""
+"""The seconds in which requests that still run after the grace period are told so."""
 
 
 class Protocol(H11Protocol):

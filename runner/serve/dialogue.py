@@ -1,5 +1,5 @@
-"""Messages, tools and formats to a prompt and what its answer has to be: in the model's chat template, which
-ExecuTorch's server renders."""
+"""Renders messages and tools into a prompt with the model's chat template, and derives the grammar of the answer.
+ExecuTorch's server renders the template."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -29,15 +29,16 @@ from eagle3.runner.text.checks import check_unicode, shown
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 TAKEN_BY_NAME = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
-"""The names that rendering takes for itself. A template of a client's own would be a program that runs here
+"""The names that rendering uses itself. A client's own template would be a program that runs on this server
 (CVE-2025-61620)."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions of a request, and which may be or must be called.
+    """The functions of a request, and the choice among them.
 
-    ``choice``: AUTO, NONE, REQUIRED or a function's name; ``schemas``: a function's name to its parameters' schema.
+    ``choice``: AUTO, NONE, REQUIRED or a function's name; ``schemas`` maps a function's name to the schema of its
+    parameters.
     """
 
     choice: str = NONE
@@ -69,8 +70,8 @@ class Tools:
 
 
 def moved(schema: Any, place: str) -> Any:  # noqa: ANN401 (JSON)
-    """Return a JSON schema that stands at ``place`` (``#/$defs/0``) of another one: its references are into itself
-    still."""
+    """Return a JSON schema for insertion into another one at ``place`` (``#/$defs/0``), with its references to its own
+    parts adapted."""
     if isinstance(schema, list):
         return [moved(each, place) for each in schema]
     if not isinstance(schema, dict):
@@ -83,7 +84,7 @@ def moved(schema: Any, place: str) -> Any:  # noqa: ANN401 (JSON)
 
 @dataclass(frozen=True)
 class Turn:
-    """A prompt, and how its answer is read. ``options``: of the generation."""
+    """A prompt, and how its answer is read. ``options`` are those of the generation."""
 
     prompt: list[int]
     options: dict[str, Any]
@@ -94,22 +95,22 @@ class Turn:
     tool_marks: tuple[str, ...]
     specials: tuple[str, ...]
     form: str = "structured_outputs"
-    """The field of the request that the answer's grammar is of."""
+    """The field of the request that gives the grammar of the answer."""
 
     def splitter(self) -> Splitter:
         return Splitter(self.marks, self.reasoning, self.tool_marks, self.specials)
 
 
 class Dialogue:
-    """One model's way to hold a conversation."""
+    """Renders conversations for one model, by its chat template."""
 
     def __init__(self, model: Model, folder: Path, parser: str = AUTO):
         """``parser``: a name in TOOL_PARSERS, or AUTO for the one that the chat template calls for."""
         self._model, self._added = model, set(model.text.tokenizer.get_vocab(with_added_tokens=True))
         self._reason = ""
         try:
-            self._template: Any = Template(str(folder))  # None where none works, as ``turn`` says
-        except Exception as error:  # whatever a library makes of files that it does not know
+            self._template: Any = Template(str(folder))  # None if no template works; ``turn`` then raises
+        except Exception as error:  # the libraries raise many types for unknown files
             self._template, self._reason = None, " ".join(str(error).split())
             return
         source = self._template.chat_template_str()
@@ -137,8 +138,8 @@ class Dialogue:
         template_kwargs: dict[str, Any] | None = None,
         ending: Ending = OPENS_TURN,
     ) -> Turn:
-        """Return the prompt of what comes next. Raises ``Refused`` for what the template, the tools or the format are
-        not."""
+        """Return the prompt of the next answer. Raises ``Refused`` if the template, the tools or the response format is
+        invalid."""
         if self._template is None:
             raise Refused(
                 f"this model has no chat template that works, use /v1/completions: {self._reason}", "messages"
@@ -171,7 +172,7 @@ class Dialogue:
         return Turn(prompt, options, tools, self._marks, opened, tool_marks, specials, form)
 
     def _free_reasoning(self, opened: bool) -> dict[str, str]:
-        """Return the options that let reasoning stand before constrained text, where its marks are tokens."""
+        """Return the options that allow reasoning before constrained text, if its marks are single tokens."""
         marks = self._marks
         if marks is None or not {marks.begin_token, marks.end_token} <= self._added:
             return {}
@@ -197,7 +198,7 @@ class Dialogue:
         messages = [each.model_copy(update={"role": role_in(template, each.role)}) for each in messages]
         try:
             return self._template.render_to(ending, list(messages), tools, kwargs)
-        except Exception as error:  # a template is a program of the model's authors
+        except Exception as error:  # a template is a program and may raise anything
             for other in _other_forms(messages):
                 with suppress(Exception):
                     return self._template.render_to(ending, other, tools, kwargs)
@@ -214,8 +215,8 @@ class Dialogue:
 
 
 def _other_forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
-    """Yield messages as some templates need them: text where the content is null, and the arguments of tool calls as
-    the JSON text that they are, which ``render`` would decode."""
+    """Yield other forms of the messages that some templates need: text instead of a null content, and arguments of tool
+    calls as JSON text, which ``render`` would decode."""
     full = [each.model_copy(update={"content": each.content or ""}) for each in messages]
     yield full
     as_text = deepcopy(full)
@@ -230,7 +231,7 @@ def _joined(parts: list[dict[str, Any]], place: str) -> str:
     """Return text parts as one text. Raises ``Refused`` for parts of another kind."""
     for part in parts:
         if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise Refused(f"{place} has a part of type {shown(part.get('type'))}: this model takes text alone", place)
+            raise Refused(f"{place} has a part of type {shown(part.get('type'))}: this model takes only text", place)
     return "\n".join(part["text"] for part in parts)
 
 
@@ -242,7 +243,7 @@ def _check_text(text: str, place: str) -> None:
 
 
 def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:
-    """Return a request's tools. Raises ``Refused`` for what they are not."""
+    """Return a request's tools. Raises ``Refused`` if they are invalid."""
     schemas: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(given or []):
         function = tool.get("function")
@@ -251,7 +252,7 @@ def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] 
             or not isinstance(function, dict)
             or not isinstance(function.get("name"), str)
         ):
-            raise Refused(f"tools.{number} must be a function with a name: no other tools are there", "tools")
+            raise Refused(f"tools.{number} must be a function with a name: no other tools are supported", "tools")
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
             raise Refused(f"tools.{number}.function.parameters must be a JSON schema", "tools")
@@ -273,7 +274,7 @@ def constraint(
     response_format: dict[str, Any] | None, asked: dict[str, Any] | None, tools: Tools
 ) -> dict[str, Any] | None:
     """Return the ``structured_outputs`` of a request, None for free text. Raises ``Refused`` for an unknown format and
-    for two at once."""
+    for two formats."""
     found = [each for each in (_of_format(response_format), asked) if each is not None]
     if tools.forced:
         found.append({"json": tools.grammar()})
@@ -294,7 +295,7 @@ def _of_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"json_object": True}
     if kind == "json_schema":
-        described = given.get("json_schema", given)  # as in chat completions, or as in responses
+        described = given.get("json_schema", given)  # chat completions nest the schema, responses do not
         schema = described.get("schema") if isinstance(described, dict) else None
         if not isinstance(schema, dict | bool):
             raise Refused("response_format.json_schema.schema must be a JSON schema", "response_format")

@@ -1,6 +1,7 @@
-"""Generation on a thread of its own: requests wait in order, each has a model's caches to itself, rounds take turns.
+"""Generates on a thread of its own.
 
-The thread alone touches the models. Everything it has to say goes to the event loop that asked.
+Requests wait in a queue; each has the caches of one model to itself, and the rounds of several models alternate. Only
+this thread touches the models. It reports everything to the event loop of the request.
 """
 
 import asyncio
@@ -27,12 +28,12 @@ from eagle3.runner.serve.prompt_logprobs import prompt_logprobs
 
 @dataclass(frozen=True)
 class Delta:
-    """The tokens that a round gave a request."""
+    """The tokens of one round of a request."""
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
-    """One per token of ``token_ids``; empty unless they were asked for."""
+    """One entry per token of ``token_ids``; empty if the request does not ask for log-probabilities."""
     proposed: int = 0
     accepted: int = 0
     """The round's counts, as ``Piece`` has them."""
@@ -40,7 +41,7 @@ class Delta:
 
 @dataclass
 class Times:
-    """``time.perf_counter`` of a request's steps, 0 for those that were not reached."""
+    """The values of ``time.perf_counter`` at a request's steps, 0 for steps that were not reached."""
 
     submitted: float
     started: float = 0.0
@@ -50,10 +51,10 @@ class Times:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt's part of an answer, before what is generated.
+    """The echo of a prompt at the beginning of an answer.
 
-    ``logprobs``: the number of likeliest tokens beside each of its tokens, None for no log-probabilities; ``alone``:
-    nothing is generated.
+    ``logprobs``: the number of most likely tokens for each token of the prompt, None for no log-probabilities;
+    ``alone``: nothing is generated.
     """
 
     logprobs: int | None = None
@@ -62,7 +63,7 @@ class Echo:
 
 @dataclass(eq=False)
 class Job:
-    """One generation that was asked for. ``result`` is what there is once ``deltas`` have ended."""
+    """One requested generation. ``result`` is set when ``deltas`` has ended."""
 
     prompt: list[int]
     options: dict[str, Any]
@@ -72,16 +73,16 @@ class Job:
     """The grammar of its ``structured_outputs``, compiled."""
     echo: Echo = field(default_factory=Echo)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One per token of the prompt but the first, complete before the first delta; empty unless ``echo`` asks for
+    """One entry per token of the prompt but the first, complete before the first delta; empty unless ``echo`` asks for
     them."""
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
     result: Result | None = None
     left: bool = False
-    """Nobody waits for it any more: it ends within a round, or a chunk of its prompt."""
+    """True if nobody waits for the job any more; it then ends within a round, or a chunk of its prompt."""
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield the delta of each round, as it comes. Raises GenerationError where the generation failed,
-        ``Refused`` where its grammar did, ``Unavailable`` where the engine ended."""
+        """Yield the delta of each round when it is computed. Raises GenerationError if the generation fails,
+        ``Refused`` if its grammar fails, ``Unavailable`` if the engine ends."""
         while isinstance(event := await self.events.get(), Delta):
             yield event
         if isinstance(event, Unavailable):
@@ -92,41 +93,42 @@ class Job:
             raise GenerationError(line(event) or type(event).__name__) from event
 
     def tell(self, event: Delta | Exception | None) -> None:
-        """Hand an event to the request's event loop, from the engine's thread; None is the end."""
-        with suppress(RuntimeError):  # the loop is closed: nobody is there
+        """Pass an event from the engine's thread to the request's event loop; None is the end."""
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
 @dataclass(eq=False)
 class Place:
-    """A model, and the job that has its caches."""
+    """A model, and the job that currently uses its caches."""
 
     model: Model
     job: Job | None = None
     stream: Stream | None = None
     scores: Generator[list[TokenLogprobs], None, None] | None = None
-    """The log-probabilities of the job's prompt, window by window; None where there are no more to compute."""
+    """The log-probabilities of the job's prompt, window by window; None if none are left to compute."""
     used: float = 0.0
     given: int = 0
-    """Tokens that the job has been given log-probabilities of."""
+    """The number of the prompt's tokens whose log-probabilities the job has."""
 
 
 class Engine:
-    """``ended`` is called in the engine's thread with every job that ended or was left."""
+    """Runs jobs on a thread of its own. ``ended`` is called in that thread with every job that ended or was
+    abandoned."""
 
     def __init__(
         self, models: Sequence[Model], most_waiting: int, ended: Callable[[Job], None], common: dict[str, Any]
     ):
-        """``common``: options of every generation."""
+        """``common`` are the options of every generation."""
         self.model = models[0]
         self._places = [Place(model) for model in models]
         self._most_waiting, self._ended, self._common = most_waiting, ended, common
         self._waiting: deque[Job] = deque()
         self._changed, self._closing = threading.Condition(), False
-        self._seconds = 1.0  # what a request took of late
+        self._seconds = 1.0  # the recent duration of a request
         self._grammars = GrammarCompiler(self.model)
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
-        for model in models[1:]:  # one tokenizer and one set of compiled grammars
+        for model in models[1:]:  # all models share one tokenizer and one set of compiled grammars
             model.__dict__["text"] = self.model.text
         self._thread.start()
 
@@ -143,10 +145,10 @@ class Engine:
         return self._thread.is_alive() and not self._closing
 
     async def submit(self, prompt: list[int], each: Sequence[dict[str, Any]], echo: Echo | None = None) -> list[Job]:
-        """Put a generation of ``prompt`` for each of these options at the queue's end.
+        """Append a generation of ``prompt`` for each of these options to the queue.
 
-        Raises ValueError for what the model does not take, before anything waits, ``Busy`` where too many wait,
-        and ``Unavailable`` once the engine has ended.
+        Raises ValueError if the model does not accept a request, ``Busy`` if too many jobs wait, and ``Unavailable`` if
+        the engine has ended; nothing is then queued.
         """
         self.check_room(len(each))
         loop, now = asyncio.get_running_loop(), time.perf_counter()
@@ -163,8 +165,8 @@ class Engine:
         return jobs
 
     def check_room(self, count: int) -> None:
-        """Raises ``Refused`` where so many generations never fit, ``Busy`` where they do not now, ``Unavailable`` once
-        the engine has ended."""
+        """Raise ``Refused`` if so many generations never fit into the queue, ``Busy`` if they do not fit now, and
+        ``Unavailable`` if the engine has ended."""
         if not self.alive:
             raise Unavailable
         most = self._most_waiting + len(self._places)
@@ -176,7 +178,7 @@ class Engine:
             raise Busy(len(self._waiting), self._seconds * (1 + len(self._waiting)) / len(self._places))
 
     def close(self) -> None:
-        """End: what runs or waits is left where it is."""
+        """End the engine; running and waiting jobs are abandoned."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -186,7 +188,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._generate()
-        finally:  # by ``close``, or by a fault of this class's own: nobody is left waiting for ever
+        finally:  # after ``close`` or an error of this class, so that nobody waits for ever
             for place in self._places:
                 if place.job is not None:
                     self._end(place, place.job, Unavailable())
@@ -208,8 +210,8 @@ class Engine:
                     self._round(place, place.job)
 
     def _assign(self) -> None:
-        """Give free models to the jobs that wait, in their order; of the free ones that whose caches hold most of the
-        prompt, then the one that has been idle longest."""
+        """Assign free models to the waiting jobs, in order. A job gets the free model whose caches hold most of its
+        prompt, and of equal ones the model that has been idle longest."""
         while self._waiting and (free := [place for place in self._places if place.job is None]):
             job = self._waiting.popleft()
             if job.left:
@@ -222,7 +224,7 @@ class Engine:
                 place.scores = prompt_logprobs(place.model, job.prompt, job.echo.logprobs)
 
     def _round(self, place: Place, job: Job) -> None:
-        """Compute one window of a job's prompt or generate one piece of its text, or end it."""
+        """Compute one window of a job's prompt, generate one piece of its text, or end the job."""
         try:
             if job.left:
                 self._end(place, job, None)
@@ -244,7 +246,7 @@ class Engine:
             if piece is None:
                 self._end(place, job, None)
                 return
-            if not piece.token_ids and not piece.text:  # behind a chunk of the prompt
+            if not piece.token_ids and not piece.text:  # after a chunk of the prompt
                 return
             if not job.times.first_token:
                 job.times.first_token = time.perf_counter()
@@ -254,7 +256,7 @@ class Engine:
                 known = place.stream.result.logprobs or []
                 logprobs = known[place.given - len(piece.token_ids) : place.given]
             job.tell(Delta(piece.text, piece.token_ids, logprobs, piece.proposed, piece.accepted))
-        except Exception as error:  # a generation that fails is its request's, and the next one goes on
+        except Exception as error:  # an error ends only its own request
             self._end(place, job, error)
 
     def _end(self, place: Place, job: Job, error: Exception | None) -> None:

@@ -1,6 +1,6 @@
-"""Errors in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``, with the status that clients expect.
+"""Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, with the status that clients expect.
 
-The classes are those of ExecuTorch's server; here are those that it has none for.
+The classes come from ExecuTorch's server; this file adds those that it lacks.
 """
 
 import math
@@ -13,11 +13,11 @@ __all__ = ["APIError", "Busy", "ContextLengthExceeded", "GenerationError", "Mode
 
 INVALID = "invalid_request_error"
 LONGEST = 1000
-"""Characters of a message: a library's may have all of what it was given in it."""
+"""The most characters of a message, since a library's message may contain its whole input."""
 
 
 class Refused(APIError):
-    """A request that cannot be answered: 400 unless said. ``param``: the field that it is about."""
+    """Raised for a request that cannot be answered; the default status is 400. ``param``: the field with the error."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(status, line(message), INVALID, code)
@@ -25,7 +25,7 @@ class Refused(APIError):
 
 
 class Busy(APIError):
-    """The queue is full: 429, with the seconds after which a place may be free."""
+    """Raised if the queue is full: status 429, with the seconds after which a place may be free."""
 
     def __init__(self, waiting: int, seconds: float):
         super().__init__(
@@ -35,14 +35,14 @@ class Busy(APIError):
 
 
 class Unavailable(APIError):
-    """Nothing is generated any more: 503."""
+    """Raised if the engine has ended: status 503."""
 
     def __init__(self) -> None:
         super().__init__(503, "the server is shutting down", "server_error")
 
 
 def line(message: object) -> str:
-    """Return a message as one line, cut where it is long."""
+    """Return a message as one line, cut if it is long."""
     text = " ".join(str(message).split())
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 

@@ -1,5 +1,4 @@
-"""The checks that every request passes: the host that it names, the key, the kind and size of its body; and the line
-that is logged of it."""
+"""Checks every request: the host that it names, the key, the type and size of its body. Logs one line per request."""
 
 import hmac
 import ipaddress
@@ -18,24 +17,24 @@ from eagle3.runner.serve.page import FILES
 from eagle3.runner.text.checks import shown
 
 MOST_PATH = 200
-"""Characters of a path that are logged."""
+"""The most characters of a path that are logged."""
 MOST_DISCARDED = 1 << 28
-"""The bytes of a too large body that are read and thrown away, so that its sender gets to read the response."""
+"""The bytes of a too large body that are read and discarded, so that the client reads the response."""
 
 QUIET = frozenset(("/health", "/metrics"))
-"""Places that are asked again and again: no line is logged of them."""
+"""Paths that are polled; their requests are not logged."""
 OPEN = QUIET | FILES.keys()
-"""Places that need no key; every other does, whether there is such a place or not."""
+"""Paths that need no key; every other path needs one, even if it does not exist."""
 
 
 def route(scope: Scope) -> str:
-    """Return the path without what a proxy mounts the application at."""
+    """Return the path without the prefix at which a proxy mounts the application."""
     return scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
 
 
 class Gate:
-    """``hosts``: names that the header Host may have, "*" for any; addresses are taken always, since a page whose name
-    was made to mean this machine (DNS rebinding) sends that name. None: the header is not looked at."""
+    """Checks requests before they reach the application. ``hosts`` are the names that the header Host may have, "*" for
+    any; None skips the check. Addresses are always accepted: a page that attacks by DNS rebinding sends its name."""
 
     def __init__(self, app: ASGIApp, key: str | None, log: Callable[[str], None], hosts: Collection[str] | None = None):
         self._app, self._key, self._log = app, key, log
@@ -45,7 +44,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, status = time.perf_counter(), 499  # as nginx says of a client that hung up
+        start, status = time.perf_counter(), 499  # nginx's status for a client that disconnected
 
         async def sent(message: Message) -> None:
             nonlocal status
@@ -76,14 +75,14 @@ class Gate:
         await self._app(scope, _limited(receive), send)
 
     def _check_key(self, given: str) -> None:
-        """Raises ``Refused`` for another key; in a time that does not depend on it."""
+        """Raise ``Refused`` for a wrong key, in a time that does not depend on the key."""
         scheme, _, key = given.partition(" ")
         known = hmac.compare_digest(key.strip().encode(), str(self._key).encode())
         if not known or scheme.lower() != "bearer":
             raise Refused("the API key is missing or wrong", code="invalid_api_key", status=401)
 
     def _check_host(self, given: str) -> None:
-        """Raises ``Refused`` for a name that is not allowed; in lower case, without the port."""
+        """Raise ``Refused`` for a host name that is not allowed. Names are compared in lower case, without the port."""
         try:
             host = urlsplit(f"//{given}").hostname or ""
             if host in (self._hosts or ()) or ipaddress.ip_address(host):
@@ -91,13 +90,14 @@ class Gate:
         except ValueError:
             pass
         raise Refused(
-            f"the host {shown(given)} is not one by which this server may be asked: name it with --allowed-hosts",
+            f"the host {shown(given)} is not an allowed name of this server: name it with --allowed-hosts",
             status=403,
         )
 
 
 def check_type(given: str) -> None:
-    """Raises ``Refused`` for what is not said to be JSON: any other kind a web page may send here unasked."""
+    """Raise ``Refused`` for a content type other than JSON, since a web page may send other types without permission
+    (CORS)."""
     kind = given.partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused(f"the content type is {shown(kind)}, but must be application/json", status=415)
@@ -117,7 +117,7 @@ async def _discard(receive: Receive) -> None:
 
 
 def _limited(receive: Receive) -> Receive:
-    """Limit the size of a body that does not tell it beforehand."""
+    """Limit the size of a body without a Content-Length header."""
     read = 0
 
     async def counted() -> Message:
@@ -132,7 +132,7 @@ def _limited(receive: Receive) -> Receive:
 
 
 def line(scope: Scope, status: int, seconds: float) -> str:
-    """Return the line to log, which has nothing of the request's text, nor of the answer's."""
+    """Return the line to log, which contains no text of the request or the answer."""
     path = quote(scope["path"], safe="/:@!$&'()*+,;=~")[:MOST_PATH]
     told = [f"{scope['method']} {path} {status} {seconds:.3f} s"]
     results = [job.result for job in scope.get("jobs", ()) if job.result is not None]

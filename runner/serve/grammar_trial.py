@@ -1,7 +1,7 @@
-"""A process that compiles grammars on trial, each in a fork of its own, within limits of time and memory.
+"""Runs as a process that compiles grammars on trial, each in a fork of its own, within limits of time and memory.
 
-llguidance cannot be interrupted: a schema of 4 kB may take minutes. This file imports nothing of ours, so that the
-process is small. A line of JSON on stdin is one grammar, the line on stdout is what came of it.
+llguidance cannot be interrupted: a schema of 4 kB may take minutes. This file imports no other module of this package,
+so that the process is small. Each line of JSON on stdin is one grammar; the line on stdout is its result.
 """
 
 import json
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 SECONDS = 0.5
-"""Processor time of one grammar."""
+"""The most seconds of processor time per grammar."""
 WALL_SECONDS = 3.0
-"""Time by the clock, after which a machine with other things to do says that it is busy."""
+"""The seconds of wall time after which a loaded machine reports that it is busy."""
 BUSY = "busy"
 BYTES = 1 << 28
-"""Memory of one grammar, its first mask included."""
+"""The most bytes of memory per grammar, including its first mask."""
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def tried(tokenizer: "LLTokenizer", grammar: str) -> str:
-    """Return the reason why a grammar is refused, "" for none, BUSY where that could not be told."""
+    """Return the reason why a grammar is refused, "" if it is accepted, BUSY if that is unknown."""
     receiving, sending = os.pipe()
     child = os.fork()
     if not child:
@@ -64,12 +64,12 @@ def tried(tokenizer: "LLTokenizer", grammar: str) -> str:
 
 
 def _try(tokenizer: "LLTokenizer", grammar: str, sending: int) -> None:
-    """Compile, and compute what may come first, in the forked process; ends it."""
+    """Compile a grammar and compute its first mask, in the forked process, which then ends."""
     try:
         from llguidance import LLMatcher, LLParserLimits
 
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic in Rust prints
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # by default the signal ends a process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the output of a panic in Rust
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # the signal ends the process by default
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))

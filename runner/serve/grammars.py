@@ -1,6 +1,6 @@
 """Compiles the grammars of requests: each once, on threads of its own, within limits of time and memory.
 
-The thread that generates is handed what was compiled, and takes no lock for it.
+The thread that generates receives the compiled grammars and takes no lock for them.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from eagle3.runner.serve.errors import Busy
 from eagle3.runner.text.text import TOKENIZER_FILE
 
 AT_ONCE, MOST_WAITING = 2, 8
-"""Grammars that are compiled at a time, and those that may wait for it."""
+"""The number of grammars that are compiled at a time, and of those that may wait."""
 REMEMBERED = 1024
-"""Refusals that are remembered."""
+"""The number of refusals that are remembered."""
 
 
 class GrammarRefused(ValueError):
-    """A grammar that is none, or is beyond a limit."""
+    """Raised for a grammar that is invalid or beyond a limit."""
 
 
 class GrammarCompiler:
-    """The compiler of one model's grammars, for any number of event loops."""
+    """Compiles the grammars of one model, for any number of event loops."""
 
     def __init__(self, model: Model):
         self._model, self._threads = model, ThreadPoolExecutor(AT_ONCE, "grammars")
@@ -40,7 +40,7 @@ class GrammarCompiler:
         self._processes: list[subprocess.Popen] = []
 
     async def compile(self, asked: Mapping[str, Any]) -> Constraint:
-        """Raises GrammarRefused, and ``Busy`` where too many wait to be compiled."""
+        """Return the compiled grammar. Raises GrammarRefused, and ``Busy`` if too many grammars wait."""
         grammars = self._model.__dict__.get("grammars")
         try:
             if grammars is not None and (kept := grammars.kept(asked)) is not None:
@@ -84,7 +84,8 @@ class GrammarCompiler:
                 del self._under_way[key]
 
     def _tried(self, grammar: str) -> str:
-        """Compile in this thread's process; returns the reason why it is refused."""
+        """Compile in this thread's trial process. Returns the reason why the grammar is refused, "" if it is
+        accepted."""
         process = self._process()
         assert process.stdin is not None and process.stdout is not None
         try:

@@ -1,7 +1,7 @@
-"""The limits on what one request may ask for, checked before anything is validated, rendered or tokenized.
+"""Limits the size of a request before it is validated, rendered or tokenized.
 
-Where OpenAI publishes a limit it is taken: 4 stop sequences, 128 tools, 128 choices, and of structured outputs 1,000
-enum values and 120,000 characters, of which one list of enum values may have 15,000. The bounds of ``logit_bias`` and
+Limits that OpenAI publishes are used: 4 stop sequences, 128 tools, 128 choices, and for structured outputs 1,000 enum
+values and 120,000 characters, with 15,000 for one list of enum values. The bounds of ``logit_bias`` and
 ``stop_token_ids`` are those of vLLM's sampler.
 """
 
@@ -19,16 +19,17 @@ MOST_ENUM_VALUES = 1000
 MOST_STRING, MOST_CHARACTERS = 15_000, 120_000
 MOST_DEPTH, MOST_NODES = 64, 20_000
 MOST_VALUES, MOST_VALUES_A_TOKEN = 1 << 16, 4
-"""Values that a body may have, and more of them for each token of the context: a prompt may be a list of ids."""
+"""The most values of a body: a constant, plus a number per token of the context, since a prompt may be a list of
+ids."""
 
 SCHEMAS = ("response_format", "structured_outputs", "text", "tools")
 PROSE = frozenset(("description", "title", "$comment", "examples", "default"))
-"""Keys whose values no grammar is made of."""
+"""Keys of a schema that do not affect the grammar."""
 
 
 def check_values(given: bytes, context: int) -> None:
-    """Raise ``Refused`` for a body with too many values, by its commas and brackets: parsing a million takes seconds,
-    in which no other thread runs."""
+    """Raise ``Refused`` for a body with too many commas and brackets, which bound its values. Parsing a million values
+    takes seconds in which no other thread runs."""
     most = MOST_VALUES + MOST_VALUES_A_TOKEN * context
     values = sum(map(given.count, (b",", b"[", b"{")))
     if values > most:
@@ -36,8 +37,8 @@ def check_values(given: bytes, context: int) -> None:
 
 
 def check_sizes(given: object, context: int) -> None:
-    """Raise ``Refused`` or ContextLengthExceeded for a body, as JSON gave it, that is beyond a limit or no Unicode
-    text. ``context``: the model's, in tokens, of which a message takes one at least."""
+    """Raise ``Refused`` or ContextLengthExceeded for a parsed JSON body that is beyond a limit or not Unicode text.
+    ``context`` is the model's, in tokens; each message takes at least one."""
     if not isinstance(given, dict):
         return
     _check_text(given)
@@ -61,7 +62,7 @@ def _check_count(value: object, most: int, name: str) -> None:
 
 
 def _check_text(given: dict[str, Any]) -> None:
-    """Raise ``Refused``, with the place, where a body has a lone surrogate, which no tokenizer accepts."""
+    """Raise ``Refused``, with the place, if a body has a lone surrogate, which no tokenizer accepts."""
     try:
         json.dumps(given, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -97,15 +98,15 @@ def _check_prompt(prompt: object, context: int) -> None:
 
 
 def _check_schema(given: object, field: str) -> None:
-    """Raise ``Refused`` for what would make a grammar beyond the limits: by its depth, the number of its parts, its
-    enum values, its longest string, all its characters."""
+    """Raise ``Refused`` for a schema beyond a limit on depth, number of parts, enum values, longest string or total
+    characters."""
     characters = nodes = values = 0
     stack: list[tuple[Any, int, str]] = [(given, 0, "")]
     while stack:
         value, depth, key = stack.pop()
         nodes += 1
         if isinstance(value, str):
-            if key == "json":  # a schema as text
+            if key == "json":  # the schema is JSON text
                 value = _read(value)
             else:
                 characters += len(value)
@@ -130,7 +131,7 @@ def _read(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return None  # who compiles it says so
+        return None  # compiling reports the error
 
 
 def _most(found: int, most: int, what: str, field: str) -> None:

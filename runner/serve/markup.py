@@ -1,6 +1,6 @@
-"""The markup of a model's own replies: where reasoning begins and ends, and that tool calls follow.
+"""Parses the markup of a model's replies: reasoning, content and tool calls.
 
-Which markup a model has is read from its chat template. Tool calls are parsed by ExecuTorch's detectors.
+The markup of a model is read from its chat template. Tool calls are parsed by ExecuTorch's detectors.
 """
 
 import json
@@ -21,11 +21,11 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class LlamaDetector:
-    """Llama 3's calls: JSON objects alone, behind PYTHON_TAG or not, with semicolons between several. ExecuTorch has no
-    detector of them; what they say is read as Hermes's calls are."""
+    """Detects the tool calls of Llama 3: bare JSON objects, optionally after PYTHON_TAG, separated by semicolons.
+    ExecuTorch has no detector for this form; each object is read like a call of Hermes."""
 
     def detect_and_parse(self, text: str, tools: dict[str, dict]) -> ParseResult:
-        """Return the calls, or all of ``text`` where it is something else."""
+        """Return the calls, or all of ``text`` if it has no calls."""
         found, rest, decoder = "", text.removeprefix(PYTHON_TAG).strip(), json.JSONDecoder()
         with suppress(json.JSONDecodeError):
             while rest:
@@ -48,15 +48,16 @@ TOOL_MARKS = {
     "hermes": ("<tool_call>",),
     "llama": (PYTHON_TAG, '{"name":', '{"type": "function",'),
 }
-"""The beginnings of a tool call's text."""
+"""The texts with which a tool call may begin."""
 
 REASONING, CONTENT, TOOLS = "reasoning", "content", "tools"
 FIELDS = {CONTENT: "content", REASONING: "reasoning_content"}
-"""The field of a message, by the kind of a part."""
+"""Maps the kind of a part to the field of a message."""
 
 
 class ReasoningMarks(NamedTuple):
-    """``begin`` and ``end`` as text; ``begin_token`` and ``end_token`` are the added tokens among them."""
+    """The marks around reasoning: ``begin`` and ``end`` are texts, ``begin_token`` and ``end_token`` the added tokens
+    in them."""
 
     begin: str
     end: str
@@ -70,14 +71,14 @@ CHANNEL = ReasoningMarks("<|channel>thought\n", "<channel|>", "<|channel>", "<ch
 
 
 def reasoning_marks(template: str) -> ReasoningMarks | None:
-    """Return the marks by which a chat template sets reasoning apart; None if it knows no reasoning."""
+    """Return the marks that enclose reasoning in a chat template; None if it has no reasoning."""
     if "<|channel>" in template:
         return CHANNEL
     return THINK if "</think>" in template else None
 
 
 def tool_parser(template: str) -> str:
-    """Return the name in TOOL_PARSERS of a template's tool calls."""
+    """Return the name in TOOL_PARSERS of the parser for a template's tool calls."""
     if "<|tool_call>" in template:
         return "gemma"
     if "<function=" in template:
@@ -86,7 +87,8 @@ def tool_parser(template: str) -> str:
 
 
 class Part(NamedTuple):
-    """``start``: the place of ``text`` in the whole of what was pushed; None where it is no piece of that."""
+    """A part of an answer. ``start`` is the offset of ``text`` in all text pushed, None if it is not a part of that
+    text."""
 
     kind: str
     text: str
@@ -95,11 +97,11 @@ class Part(NamedTuple):
 
 @dataclass
 class Splitter:
-    """An answer's text, as it comes, into reasoning, content and tool calls.
+    """Splits an answer's text, while it is generated, into reasoning, content and tool calls.
 
-    ``marks``: None where reasoning is not told apart; ``reasoning``: the prompt has opened it; ``tool_marks``: what
-    begins tool calls, which go to the end of the answer, empty where there are no tools; ``specials`` are tokens that
-    no part shows.
+    ``marks``: None if reasoning is not separated; ``reasoning``: True if the prompt opened it; ``tool_marks``: texts
+    that begin tool calls, which extend to the end of the answer, empty without tools; ``specials``: tokens that no part
+    shows.
     """
 
     marks: ReasoningMarks | None = None
@@ -108,9 +110,9 @@ class Splitter:
     specials: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._held, self._start = "", 0  # and the place of what is held in the whole text
+        self._held, self._start = "", 0  # the held text, and its offset in the whole text
         self._kind = REASONING if self.reasoning else CONTENT
-        self._begun = self.reasoning  # reasoning comes first or not at all
+        self._begun = self.reasoning  # reasoning can only come first
         self._trims = True
 
     def push(self, text: str) -> list[Part]:
@@ -126,7 +128,7 @@ class Splitter:
         return self._part(len(self._held))
 
     def _advance(self, parts: list[Part]) -> bool:
-        """Pass on what is certain; returns whether a mark was met, so that there may be more."""
+        """Append the certain parts to ``parts``. Returns True if a mark was found, so that more parts may follow."""
         if self._kind == TOOLS:
             return False
         marks = self._ahead()
@@ -140,7 +142,7 @@ class Splitter:
             return False
         start, mark = found
         parts += self._part(start)
-        marks = self._ahead()  # text before a mark may have made it one no more
+        marks = self._ahead()  # text before a mark may have invalidated it
         if mark not in marks and mark not in self.specials:
             return True
         if marks.get(mark) == TOOLS:
@@ -152,7 +154,7 @@ class Splitter:
         return True
 
     def _ahead(self) -> dict[str, str]:
-        """Return the marks that may come now, and the kind of what follows each."""
+        """Return the marks that may come now, and the kind of the text after each."""
         if self._kind == REASONING and self.marks is not None:
             return {self.marks.end: CONTENT}
         ahead = dict.fromkeys(self.tool_marks, TOOLS)
@@ -161,13 +163,13 @@ class Splitter:
         return ahead
 
     def _drop(self, count: int) -> str:
-        """Hold the first ``count`` characters no more; returns them."""
+        """Remove and return the first ``count`` held characters."""
         dropped, self._held = self._held[:count], self._held[count:]
         self._start += count
         return dropped
 
     def _part(self, count: int) -> list[Part]:
-        """Return the first ``count`` characters that are held."""
+        """Remove the first ``count`` held characters, and return them as a part."""
         text = self._drop(count)
         if self._trims and self._begun:
             text = text.lstrip("\n")

@@ -63,7 +63,7 @@ class Metrics:
     def add(self, job: Job) -> None:
         """Count a job that ended."""
         times, result = job.times, job.result
-        if result is None:  # nothing was computed for it
+        if result is None:  # nothing was computed for the job
             self._success.labels(self._name, "abort").inc()
             return
         stats = result.stats

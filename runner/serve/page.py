@@ -1,4 +1,4 @@
-"""The page at ``/``: a dialogue with the model, which shows who wrote each token. Static files, served as they are."""
+"""Serves the page at ``/``, a dialogue that shows whether draft or target wrote each token. Its files are static."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,10 +11,10 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".t
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )
-"""A browser that heeds it loads nothing from elsewhere, and runs nothing that a model wrote."""
+"""A content security policy by which browsers load nothing from other hosts, and run no code that a model wrote."""
 HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 FILES = {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(FOLDER.iterdir())}
-"""The files by the path that each is served at. They bear no secret, so that no key is asked for them."""
+"""Maps each path to its file. The files contain no secret, so they need no key."""
 
 
 def add_page(app: FastAPI) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens."""
+"""Computes the log-probabilities of a prompt's own tokens."""
 
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 
 def prompt_logprobs(model: "Model", prompt: Sequence[int], count: int) -> Generator[list[TokenLogprobs], None, None]:
-    """Yield how likely each token of ``prompt`` but the first is behind those before it, a verify window at a time:
-    ``prefill`` has the logits of its last row alone. The ``count`` likeliest tokens stand beside each.
+    """Yield, for one verify window at a time, the log-probability of each token of ``prompt`` but the first, given the
+    tokens before it, and the ``count`` most likely tokens. ``prefill`` cannot be used, since it returns the logits of
+    its last row only.
 
-    It has the model's KV caches from its first window to its end, and leaves them empty. ``check_request`` and
-    ``Options.check`` say beforehand whether the model takes the prompt and has the logits.
+    The generator reserves the model's KV caches from its first window to its end, and leaves them empty. The caller
+    checks the prompt and the options first, with ``check_request`` and ``Options.check``.
     """
     session, cached = model.session, model.cached
     window, rollback = session.metadata.window, session.metadata.rollback_rows
@@ -25,7 +26,7 @@ def prompt_logprobs(model: "Model", prompt: Sequence[int], count: int) -> Genera
         cached.clear()
         try:
             for start in range(0, len(prompt) - 1, window):
-                end = min(start + window, len(prompt))  # two rows at least, as a verify window has
+                end = min(start + window, len(prompt))  # a verify window has at least two rows
                 cached.run(start, end - start, rollback)
                 step = session.target_verify(tokens[:, start:end], session.positions[start:end])
                 assert step.logits is not None, "Options.check asks for logits"

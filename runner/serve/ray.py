@@ -1,9 +1,9 @@
-"""The server on Ray Serve: replicas of the same application, each with a model of its own.
+"""Runs the server on Ray Serve: replicas of the same application, each with a model of its own.
 
     serve run eagle3.runner.serve.ray:app artifact=/models/out replicas=4 gpus=1
 
-A front takes requests and asks a replica for each answer. Ray chooses the replica: that whose earlier prompts begin as
-this one does, unless others have less to do. Everything distributed is Ray's own.
+A front end receives requests and asks a replica for each answer. Ray chooses the replica whose earlier prompts share
+the longest beginning with the request, unless other replicas have less to do. Ray does everything that is distributed.
 """
 
 from collections.abc import AsyncGenerator
@@ -27,28 +27,29 @@ from eagle3.runner.serve.gate import Gate
 from eagle3.runner.serve.tunnel import Sent, answered
 
 PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
-"""Ray's own. Under its public name, ``ray.serve.llm.request_router``, it wants vLLM or SGLang installed."""
+"""Ray's own router class. Its public name, ``ray.serve.llm.request_router``, needs vLLM or SGLang."""
 ROUTING = {"imbalanced_threshold": 1, "do_eviction": True}
-"""Two requests more on one replica than on another weigh more than a prompt's beginning: a model answers one at a
-time."""
+"""If a replica has two requests more than another, the other one is chosen whatever the prompt, since a model answers
+one at a time."""
 
 MOST_AT_ONCE = 10_000
-"""Requests that the front passes on; the bound is the replicas' own, which answer 429 beyond it."""
+"""The number of requests that the front end passes on at a time. The replicas have the actual bound and answer 429
+beyond it."""
 
 
 class Settings(BaseModel):
-    """The settings of ``app``. They mean what the flags of ``eagle3-serve`` mean unless said otherwise."""
+    """The settings of ``app``. They have the meaning of the flags of ``eagle3-serve`` unless stated otherwise."""
 
     model_config = ConfigDict(extra="forbid")
     artifact: str
-    """A folder that every node has."""
+    """The artifact, a folder that every node has."""
     replicas: int = 1
     gpus: float = 0
     """GPUs per replica: 1 for an artifact for CUDA."""
     cpus: float = 1
     model_id: str | None = None
     api_key_file: str | None = None
-    """A file on the node that answers HTTP."""
+    """The file with the key, on the node that answers HTTP."""
     parallel: int = 1
     max_queue: int = 64
     """Requests that may wait at each replica."""
@@ -57,7 +58,7 @@ class Settings(BaseModel):
     chain_len: int | str | None = None
     ngram: bool | None = None
     router: str | None = PREFIX_ROUTER
-    """A class of Ray's request routers; None: its default, which knows nothing of prompts."""
+    """A class of Ray's request routers; None is Ray's default, which ignores prompts."""
 
 
 class Replica:
@@ -76,7 +77,7 @@ class Replica:
             given.chain_len, given.ngram,
         )  # fmt: skip
         service = self._stack.enter_context(opening)
-        self._stack.callback(service.engine.close)  # before the models are closed
+        self._stack.callback(service.engine.close)  # closes the engine before the models
         self._engine, self._app = service.engine, build_app(service, None, tell)
 
     async def answer(self, sent: Sent) -> AsyncGenerator[Message, None]:
@@ -84,7 +85,7 @@ class Replica:
             yield message
 
     def check_health(self) -> None:
-        """Raise where the engine has ended: Ray then restarts the replica."""
+        """Raise an error if the engine has ended, so that Ray restarts the replica."""
         if not self._engine.alive:
             raise RuntimeError("generation has ended")
 
@@ -94,17 +95,17 @@ class Replica:
 
 @serve.ingress()
 class Front:
-    """Takes requests that bear the key, and asks a replica for each answer."""
+    """Receives requests that have the key, and asks a replica for each answer."""
 
     def __init__(self, replicas: DeploymentHandle, key: str | None):
         self._replicas, self._key = replicas.options(stream=True), key
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:  # Ray's name for it
+    def __serve_build_asgi_app__(self) -> ASGIApp:  # the name that Ray calls
         return Gate(Starlette(routes=[Mount("/", app=self.pass_on)]), self._key, lambda _line: None)
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         sent = Sent.of(scope, await Request(scope, receive).body())
-        # Ray's router reads the prompt of what is handed on by its place, and fails where that is empty.
+        # Ray's router reads the prompt from the first argument, and fails if that is empty.
         asked = self._replicas.answer.remote(sent) if sent.prompt else self._replicas.answer.remote(sent=sent)
         async for message in asked:
             await send(message)

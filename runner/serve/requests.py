@@ -1,7 +1,7 @@
-"""The requests of clients: the bodies of the three endpoints, checked, and the library's options of them.
+"""Checks the request bodies of the three endpoints, and converts them to the library's options.
 
-Chat bodies are ExecuTorch's, with what its server refuses added. A name that is not here is refused, since a typing
-error that is ignored gives another text than was asked for; fields that change no text are taken and ignored.
+Chat bodies extend ExecuTorch's with fields that its server refuses. An unknown field is refused, because an ignored
+typing error would give another text than requested. Fields that change no text are accepted and ignored.
 """
 
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ IGNORED = frozenset(
         "safety_identifier", "service_tier", "session_id", "store", "truncation", "user", "verbosity",
     )
 )  # fmt: skip
-"""OpenAI's fields that have no bearing on the text here."""
+"""Fields of OpenAI that do not change the text here."""
 REFUSED = {
     "audio": "this server gives text alone",
     "modalities": "this server gives text alone",
@@ -35,7 +35,8 @@ Body = TypeVar("Body", bound="Asked")
 
 
 class Asked(BaseModel):
-    """The fields by which every endpoint chooses tokens, under OpenAI's names, or vLLM's where OpenAI has none."""
+    """The fields of every endpoint that affect the choice of tokens, under OpenAI's names, or vLLM's if OpenAI has
+    none."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -63,12 +64,12 @@ class Asked(BaseModel):
 
     @property
     def generations(self) -> int:
-        """The number of generations that are asked for."""
+        """The number of requested generations."""
         return self.choices
 
     def sampling(self, model: Model) -> dict[str, Any]:
-        """Return options of a generation, without those of its length. OpenAI's defaults: temperature 1 where the
-        artifact has the logits for it."""
+        """Return the options of a generation without its length. The default temperature is OpenAI's, 1, or 0 if the
+        artifact has no logits."""
         if not 1 <= self.choices <= MOST_CHOICES:
             raise Refused(f"n is {self.n}, but must be from 1 to {MOST_CHOICES}", "n")
         names = (
@@ -79,7 +80,7 @@ class Asked(BaseModel):
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
         if "temperature" not in options and model.metadata.has_logits:
             options["temperature"] = 1.0
-        if options.get("top_k") == -1:  # vLLM's word for all
+        if options.get("top_k") == -1:  # in vLLM, -1 means all tokens
             del options["top_k"]
         if "seed" in options:
             options["seed"] %= 1 << 63
@@ -101,10 +102,10 @@ class ChatBody(Asked, ChatCompletionRequest):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    """True unless said, or unless the last message is continued (vLLM's names)."""
+    """The default is True, or False if the last message is continued (vLLM's names)."""
     continue_final_message: bool | None = None
     return_speculation: bool | None = None
-    """A field of this server alone: each chunk of a stream says what was proposed and accepted (``authors.py``)."""
+    """A field of this server only: each chunk of a stream reports the proposed and accepted tokens (``authors.py``)."""
 
 
 class CompletionBody(Asked):
@@ -139,8 +140,8 @@ class ResponseBody(Asked):
 
 
 def parse(kind: type[Body], given: object, defaults: dict[str, Any]) -> Body:
-    """Return a body as JSON gave it, with ``defaults`` for the fields that it leaves out. Raises ``Refused``, with the
-    field's name, for what does not fit."""
+    """Return a parsed JSON body as ``kind``, with ``defaults`` for fields that it lacks. Raises ``Refused``, with the
+    field's name, for an invalid value."""
     if not isinstance(given, dict):
         raise Refused("the body must be a JSON object")
     for name, reason in REFUSED.items():
@@ -165,7 +166,7 @@ def _found(value: object) -> str:
 
 
 def length(model: Model, prompt: list[int], wanted: int | None, name: str) -> int:
-    """Return the most tokens to generate: as many as are ``wanted``, or as the context takes. Raises ``Refused`` and
+    """Return the most tokens to generate: ``wanted``, or as many as the context holds. Raises ``Refused`` and
     ContextLengthExceeded, with both numbers."""
     context = model.metadata.max_seq_len
     if len(prompt) >= context:
@@ -180,7 +181,7 @@ def length(model: Model, prompt: list[int], wanted: int | None, name: str) -> in
 
 
 def check_length(model: Model, text: str) -> None:
-    """Refuse a text that cannot fit before all of it is tokenized."""
+    """Refuse a text that cannot fit into the context, without tokenizing all of it."""
     try:
         model.text.check_length(text, model.metadata.max_seq_len)
     except ValueError as error:
@@ -188,8 +189,8 @@ def check_length(model: Model, text: str) -> None:
 
 
 def with_own_seeds(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the options of ``count`` choices of one prompt; each draws by a seed of its own, the first by the one
-    given."""
+    """Return the options of ``count`` choices of one prompt. Each has a seed of its own; the first has the given
+    one."""
     if "seed" not in options:
         return [options] * count
     from eagle3.runner.text.prompts import mixed_seed

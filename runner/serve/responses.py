@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: the same answers under OpenAI's newer API. Nothing is stored."""
+"""Handles ``POST /v1/responses``, which gives the same answers in OpenAI's newer API. Nothing is stored."""
 
 import asyncio
 import time
@@ -74,9 +74,9 @@ def asked(service: Service, body: ResponseBody) -> Turn:
 
 
 def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a function as chat completions and chat templates have it."""
+    """Return a function in the form of chat completions and chat templates."""
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise Refused(f"tools.{number} must be a function with a name: no other tools are there", "tools")
+        raise Refused(f"tools.{number} must be a function with a name: no other tools are supported", "tools")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
@@ -100,7 +100,7 @@ def _messages(body: ResponseBody) -> list[ChatMessage]:
         elif kind == "function_call_output":
             told = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(told)
-        elif kind != "reasoning":  # what a model thought of an earlier turn is not shown to it
+        elif kind != "reasoning":  # the reasoning of earlier turns is not shown to the model
             raise Refused(f"input.{number} has the type {shown(kind)}: message, function_call, function_call_output")
     try:
         return [ChatMessage.model_validate(message) for message in messages]
@@ -125,7 +125,7 @@ async def stream(service: Service, body: ResponseBody, request: Request) -> Asyn
 
 
 async def events(service: Service, body: ResponseBody, request: Request) -> AsyncGenerator[Any, None]:
-    """Yield OpenAI's events, the last of which has the whole response. What is refused is raised before the first."""
+    """Yield OpenAI's events, the last of which has the whole response. ``Refused`` is raised before the first."""
     turn = await asyncio.to_thread(asked, service, body)
     form = "text" if turn.form == "response_format" else turn.form
     async with service.jobs(request, turn.prompt, turn.options, 1, form) as jobs:
@@ -144,7 +144,7 @@ class Events:
         self._service, self._body, self._turn = service, body, turn
         self._id, self._created, self._number = new_id("resp"), time.time(), -1
         self._items: list[BaseModel] = []
-        self._open: str | None = None  # the kind of the item that text is added to
+        self._open: str | None = None  # the kind of the output item that is open for more text
         self._text, self._item_id = "", ""
 
     def event(self, kind: type[BaseModel], name: str, **fields: Any) -> BaseModel:
@@ -252,7 +252,7 @@ class Events:
         return ResponseOutputText(type="output_text", text=self._text, annotations=[])
 
     def _close(self, whole: bool) -> list[BaseModel]:
-        """End the item that text was added to."""
+        """End the open output item."""
         if self._open is None:
             return []
         place = {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0}

@@ -1,4 +1,4 @@
-"""Starts a server on an artifact, which runs until it is told to end."""
+"""Starts a server for an artifact, which runs until SIGTERM or SIGINT."""
 
 import asyncio
 import signal
@@ -40,7 +40,7 @@ def serve(
     hosts: Collection[str] = ("localhost",),
     **loading: Any,
 ) -> None:
-    """Load and serve until SIGTERM or SIGINT; what runs then has ``grace`` seconds. Raises as ``opened``."""
+    """Load and serve until SIGTERM or SIGINT; running requests then have ``grace`` seconds. Raises as ``opened``."""
     opening = opened(artifact, model_id, parallel, max_queue, defaults, tool_parser, chain_len, ngram, **loading)
     with opening as service:
         host, port = listening.getsockname()[:2]
@@ -60,10 +60,10 @@ def opened(
     ngram: bool | None = None,
     **loading: Any,
 ) -> Iterator[Service]:
-    """Load an artifact ``parallel`` times, to be served; the engine must have ended when this does.
+    """Load an artifact ``parallel`` times for serving.
 
-    Raises ValueError and FileNotFoundError as ``load``, and for an artifact without a tokenizer and defaults that no
-    request takes.
+    The engine must have ended before this context ends. Raises ValueError and FileNotFoundError as ``load``, for an
+    artifact without a tokenizer, and for invalid defaults.
     """
     check_defaults(defaults)
     with ExitStack() as stack:
@@ -83,7 +83,7 @@ def opened(
 
 
 def check_defaults(given: dict[str, Any]) -> None:
-    """Raise ValueError for a field that no request has, or a value that it does not take."""
+    """Raise ValueError for a field that no request has, or an invalid value."""
     needed: dict[type[Asked], dict[str, Any]] = {
         ChatBody: {"messages": []},
         CompletionBody: {"prompt": ""},
@@ -107,7 +107,7 @@ def run(
     app = build_app(service, key, tell, hosts)
     server = server_of(app, grace, service.engine.close)
     handled = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
-    try:  # uvicorn has handlers of its own while it runs, and raises the signal again when it is done
+    try:  # uvicorn has its own handlers while it runs, and raises the signal again at its end
         asyncio.run(server.serve([listening]))
     finally:
         for each, handler in handled.items():
@@ -115,8 +115,7 @@ def run(
 
 
 def server_of(app: ASGIApp, grace: int, end: Callable[[], None]) -> Server:
-    """Return a server of ``app``; ``end`` is called where something still runs ``grace`` seconds after it was told to
-    end."""
+    """Return a server of ``app``. ``end`` is called if requests still run ``grace`` seconds after the signal to end."""
     config = uvicorn.Config(
         app, http=Protocol, log_config=None, access_log=False, server_header=False,
         timeout_graceful_shutdown=grace + TELLING_SECONDS, lifespan="on",

@@ -1,4 +1,4 @@
-"""The parts that endpoints share: the model, its engine and its dialogue, and how a request becomes jobs."""
+"""The parts that endpoints share: the model, its engine, its dialogue, and the jobs of a request."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,21 +18,21 @@ from eagle3.runner.serve.requests import with_own_seeds
 
 @dataclass
 class Service:
-    """One served model."""
+    """A served model with its engine and its dialogue."""
 
     engine: Engine
     dialogue: Dialogue
     model_id: str
     metrics: Metrics
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Fields of requests where they leave them out."""
+    """The values of fields that a request leaves out."""
 
     @property
     def model(self) -> Model:
         return self.engine.model
 
     def check_model(self, asked: str | None) -> None:
-        """Raises ModelNotFound for another model than this; a request need not name one."""
+        """Raise ModelNotFound if a request names another model; it need not name any."""
         if asked is not None and asked != self.model_id:
             raise ModelNotFound(asked, self.model_id)
 
@@ -46,10 +46,10 @@ class Service:
         form: str = "structured_outputs",
         echo: Echo | None = None,
     ) -> AsyncIterator[list[Job]]:
-        """``count`` generations of a prompt. Left before they end, they end within a round. ``form``: the field that
-        the grammar is of.
+        """Start ``count`` generations of a prompt; leaving this context ends them within a round.
 
-        Raises ``Refused`` for options that the model does not take, ``Busy`` where too many wait.
+        ``form`` is the request's field with the grammar. Raises ``Refused`` for options that the model does not accept,
+        ``Busy`` if too many jobs wait.
         """
         try:
             jobs = await self.engine.submit(prompt, with_own_seeds(options, count), echo)

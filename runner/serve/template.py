@@ -1,4 +1,4 @@
-"""A model's chat template, rendered by ExecuTorch's server or, to another end than its, by transformers."""
+"""Renders a model's chat template by ExecuTorch's server, or, for another ending of the prompt, by transformers."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +10,8 @@ from eagle3.runner.text.checks import shown
 
 
 class Ending(NamedTuple):
-    """The end of a prompt: where the assistant's next turn opens, within the last message, which goes on, or behind
-    it."""
+    """The end of a prompt: the opening of the assistant's next turn, the end of an unfinished last message, or the end
+    of a finished one."""
 
     opens_turn: bool = True
     continues: bool = False
@@ -21,7 +21,8 @@ OPENS_TURN = Ending()
 
 
 class Template(ChatTemplate):
-    """ExecuTorch's, whose ``render`` always adds the generation prompt, with the other endings of transformers'."""
+    """ExecuTorch's chat template with more endings. Its ``render`` always adds the generation prompt; transformers
+    renders the others."""
 
     def render_to(
         self, ending: Ending, messages: list[ChatMessage], tools: list | None, kwargs: dict[str, Any] | None
@@ -42,12 +43,12 @@ class Template(ChatTemplate):
 
 
 def check_continued(message: ChatMessage) -> None:
-    """Raise ``Refused`` for a message that is no beginning of an answer."""
+    """Raise ``Refused`` for a message that cannot be the beginning of an answer."""
     reason = None
     if message.role != "assistant":
         reason = f"the last message has the role {shown(message.role)}: give the beginning of the assistant's answer"
     elif message.tool_calls:
-        reason = "the last message has tool calls, behind which nothing goes on: give its beginning as content"
+        reason = "the last message has tool calls, after which no text can continue: give its beginning as content"
     elif not message.content:
         reason = "the last message has no content: leave continue_final_message out"
     if reason:

@@ -1,4 +1,4 @@
-"""A request as data: what one process received, answered by an ASGI application in another."""
+"""Passes a request as data from the process that received it to an ASGI application in another process."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from eagle3.runner.serve.gate import route
 
 @dataclass(frozen=True)
 class Sent:
-    """A whole request. ``prompt``: what of its text a KV cache may hold, "" where it has none."""
+    """A whole request. ``prompt`` is the text that a KV cache may hold, "" if there is none."""
 
     method: str
     path: str
@@ -47,8 +47,7 @@ class Sent:
 
 
 def prompt_text(body: bytes) -> str:
-    """Return the text of a request's messages, prompt or input, as far as it has some. Whether it is a request at all,
-    who answers it will say."""
+    """Return the text of a request's messages, prompt or input, "" if it has none. The request is not checked here."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
@@ -67,7 +66,7 @@ def _text(value: object) -> str:
 
 
 async def answered(app: ASGIApp, sent: Sent) -> AsyncGenerator[Message, None]:
-    """Yield what ``app`` sends, as it comes. A caller that leaves early is to ``app`` a client that hangs up."""
+    """Yield the messages that ``app`` sends. If the caller stops early, ``app`` sees a client that disconnects."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     gone, received = asyncio.Event(), False
 

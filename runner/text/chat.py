@@ -27,7 +27,7 @@ def check_messages(messages: object) -> list[Message]:
 
 
 def role_in(template: object, role: str) -> str:
-    """Return a message's role in a chat template: a developer is the system where it has no such role."""
+    """Return a message's role in a chat template: a developer becomes the system if the template has no such role."""
     return "system" if role == "developer" and role not in str(template) else role
 
 

@@ -1,4 +1,5 @@
-"""Files of prompts, a JSON object a line: our own, and MT-Bench, SpecBench, GSM8K and HumanEval as they are."""
+"""Reads files of prompts, one JSON object per line, in our own format or those of MT-Bench, SpecBench, GSM8K and
+HumanEval."""
 
 import hashlib
 import json
@@ -19,7 +20,7 @@ FIELDS = {
     "turns": ("id", "category", "question_id", "reference"),  # MT-Bench and SpecBench
     "question": ("id", "category", "answer"),  # GSM8K
 }
-"""The field that holds a prompt, and what may stand beside it."""
+"""Maps the field that holds a prompt to the other fields that may accompany it."""
 
 TYPES = {str: "text", int: "a whole number", list: "a list"}
 
@@ -43,15 +44,15 @@ OPTIONS = (
     "logprobs",
     "structured_outputs",
 )
-"""Fields that may stand beside any prompt, for its own generation."""
+"""Fields that may accompany any prompt, as options of its own generation."""
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A prompt of a file: one of ``text``, ``tokens`` and ``messages``.
 
-    ``further_turns`` are what the user says next, once the one before is answered. ``options`` are generation options
-    by name (OPTIONS), their values as they were read.
+    ``further_turns`` are the user's later turns, each sent after the answer to the one before. ``options`` maps names
+    in OPTIONS to the values as they were read.
     """
 
     line: int
@@ -64,10 +65,10 @@ class Prompt:
     options: dict[str, Any] = field(default_factory=dict)
 
     def own_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """``options``, those of all prompts, and over them its own.
+        """Return ``options``, those of all prompts, overridden by the prompt's own.
 
-        A seed for all is mixed with the line's number: with one seed alike, tokens at the same position of different
-        prompts would be drawn by the same noise. A seed of its own is taken as it is.
+        A seed for all prompts is mixed with the line's number. Otherwise tokens at the same position of different
+        prompts would be drawn by the same noise. The prompt's own seed is used unchanged.
         """
         merged = options | self.options
         if self.options.get("seed") is None and options.get("seed") is not None:
@@ -76,7 +77,7 @@ class Prompt:
 
     @property
     def first_turn(self) -> str | list[int] | list[Message]:
-        """The first turn, in the form that ``Model.encode`` and ``Model.stream`` take."""
+        """The first turn, in the form that ``Model.encode`` and ``Model.stream`` accept."""
         return next(given for given in (self.text, self.tokens, self.messages) if given is not None)
 
 
@@ -89,15 +90,15 @@ class Fault:
 
 
 def mixed_seed(seed: int, line: int) -> int:
-    """Return the seed of the prompt on ``line``, from 1, where ``seed`` is that of the whole file: 63 bits of a
-    hash."""
+    """Return the seed of the prompt on ``line`` (from 1), 63 bits of a hash of the line and of ``seed``, the file's
+    seed."""
     return int.from_bytes(hashlib.shake_128(b"line" + struct.pack("<QQ", seed, line)).digest(8), "little") >> 1
 
 
 def read_prompts(file: Path | None) -> list[Prompt]:
     """Return the prompts of a JSONL file, or of stdin (None), in their order; blank lines are skipped.
 
-    Raises ValueError for a file without prompts, and with the line's number for the first that is no prompt.
+    Raises ValueError for a file without prompts, and, with its number, for the first line that is no prompt.
     """
     prompts = []
     for each in read_lines(file):
@@ -137,11 +138,12 @@ def _entry(line: bytes) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for a field that is there twice, of which Python would take the last."""
+    """Return the fields of a JSON object. Raises ValueError for a repeated field, of which Python would take the
+    last."""
     entry = dict(pairs)
     if len(entry) != len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the field {shown(name)} is there twice")
+        raise ValueError(f"the field {shown(name)} occurs twice")
     return entry
 
 
@@ -153,7 +155,7 @@ def _prompt(line: int, entry: dict[str, Any]) -> Prompt:
     known = (*FIELDS[kind], *OPTIONS)
     for name in entry:
         if name not in (kind, *known):
-            raise ValueError(f"unknown field {shown(name)}: beside {kind} are known {', '.join(known)}")
+            raise ValueError(f"unknown field {shown(name)}: known beside {kind} are {', '.join(known)}")
     return Prompt(
         line,
         **_given(kind, entry[kind]),
@@ -177,27 +179,27 @@ def _given(kind: str, value: object) -> dict[str, Any]:
 
 
 def _items(name: str, value: object, item: type) -> list[Any]:
-    """Return a list of one or more, each of the same type."""
+    """Return ``value``, a list with at least one item, all of type ``item``. Raises ValueError for anything else."""
     elements = _typed(name, value, (list,))
     if not elements:
         raise ValueError(f"{name} is empty: give at least one")
     return [_typed(f"{name}[{index}]", element, (item,)) for index, element in enumerate(elements)]
 
 
-def _typed(name: str, value: object, types: tuple[type, ...]) -> Any:  # noqa: ANN401 - of one of ``types``
+def _typed(name: str, value: object, types: tuple[type, ...]) -> Any:  # noqa: ANN401 - one of ``types``
     if type(value) not in types:  # not isinstance: a bool would be an int
         raise ValueError(f"{name} is {shown(value)}, but must be {' or '.join(TYPES[kind] for kind in types)}")
     return value
 
 
 def _optional(entry: dict[str, Any], name: str | None, types: tuple[type, ...]) -> Any:  # noqa: ANN401 - as above
-    """Return None where there is no such field, or where it is null."""
+    """Return the value of a field, None if there is no such field or it is null."""
     return None if name is None or entry.get(name) is None else _typed(name, entry[name], types)
 
 
 def _one_of(names: tuple[str, ...], entry: dict[str, Any]) -> str | None:
-    """Return the one that ``entry`` has, None for none. Raises ValueError for two."""
+    """Return the one of ``names`` that ``entry`` has, or None. Raises ValueError for two."""
     found = [name for name in names if name in entry]
     if len(found) > 1:
-        raise ValueError(f"{' and '.join(found)} stand for the same: leave all but one out")
+        raise ValueError(f"{' and '.join(found)} mean the same: leave all but one out")
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""Text at the edge: the artifact's tokenizer, and nothing of it further in."""
+"""Converts between text and token ids with the artifact's tokenizer. The loop itself handles only token ids."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -11,12 +11,12 @@ from eagle3.runner.text.stop_strings import REPLACEMENT, StopStrings
 
 TOKENIZER_FILE = "tokenizer.json"
 FITTING = 16
-"""Characters for each token of the context: a longer text is looked at before it is tokenized."""
+"""Characters per token of the context. The length of a text with more characters is checked before it is tokenized."""
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class Text:
-    """The tokenizer of an artifact's folder. Raises FileNotFoundError where it has none."""
+    """The tokenizer of an artifact's folder. Raises FileNotFoundError if the folder has none."""
 
     def __init__(self, folder: Path):
         from tokenizers import Tokenizer
@@ -30,15 +30,15 @@ class Text:
         self._special = {token.content for token in added if token.special}
 
     def encode(self, prompt: str) -> list[int]:
-        """Return token ids with the tokenizer's own special tokens (``<bos>``, where it has one). Raises ValueError for
-        what is no text."""
+        """Return token ids with the tokenizer's own special tokens (``<bos>``, if it has one). Raises ValueError if the
+        prompt is not Unicode text."""
         return self.tokenizer.encode(check_unicode(prompt, "the prompt")).ids
 
     def check_length(self, prompt: str, context: int) -> None:
-        """Raises ValueError, one line, for a text that cannot fit into ``context`` tokens.
+        """Raise ValueError with one line for a text that cannot fit into ``context`` tokens.
 
-        That is seen before all of it is tokenized, which takes up to 140 bytes of memory a character: no token stands
-        for more characters than the longest of the vocabulary; and of what could still fit, the beginning is tokenized.
+        This is checked without tokenizing the whole text, which takes up to 140 bytes of memory per character. The text
+        has too many characters for the longest token of the vocabulary, or its beginning alone has too many tokens.
         """
         if len(prompt) <= FITTING * context:
             return
@@ -58,12 +58,12 @@ class Text:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token, as the vocabulary writes it: no fewer than it has in a text."""
+        """The characters of the longest token as the vocabulary writes it, which are at least as many as in a text."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def encode_messages(self, messages: list[Message]) -> list[int]:
-        """Return a conversation in the model's chat template, up to where its next turn begins. Raises ValueError where
-        the model has no template, for what is no conversation, and for what the template does not take."""
+        """Return a conversation in the model's chat template, up to the beginning of the assistant's next turn. Raises
+        ValueError if the model has no template, or if the messages are no conversation or the template rejects them."""
         return self._chat_template.encode(messages)
 
     @property
@@ -79,7 +79,7 @@ class Text:
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special)
 
     def written(self, token: int, skip_special: bool = True) -> str | None:
-        """Return a token as the vocabulary writes it; None for one that ``decode`` leaves out."""
+        """Return a token as the vocabulary writes it; None for a token that ``decode`` leaves out."""
         written = self.tokenizer.id_to_token(token)
         return None if skip_special and written in self._special else written
 
@@ -98,23 +98,23 @@ class Text:
 
 
 class TextStream:
-    """Ids in, text out as soon as it is certain; it ends before the first of the ``stop`` strings to complete.
+    """Decodes ids to text as soon as the text is certain. The text ends before the first of the ``stop`` strings.
 
-    What is given joins to ``decode`` of all ids that belong to the text, cut where the stop string begins; of several
-    that complete with the same id it is the one that begins first. So a character split over tokens waits for its last
-    byte, and an end that could still become a stop string for what follows.
+    The returned pieces join to ``decode`` of all ids that belong to the text, cut where the stop string begins. If one
+    id completes several stop strings, the text is cut at the one that begins first. A character split over tokens is
+    held back until its last byte, and an end that could become a stop string until the following text decides.
 
-    Ids are decoded behind one id of context, since decoders drop the space before a text's first word, and once they
-    are certain no more: a long text costs no more per token than a short one. Bytes that are tokens of their own
-    (``<0xE2>``) wait for the end of their run, which is characters as a whole or not at all; ``DecodeStream`` of
-    tokenizers gives them at once, fails where that was wrong, and never gives what it holds at the end.
+    Ids are decoded after one id of context, since decoders drop the space before a text's first word. Ids whose text is
+    certain are not decoded again, so the cost per token does not grow with the text. Tokens of single bytes
+    (``<0xE2>``) are held back until the end of their run, which is decoded as a whole. ``DecodeStream`` of tokenizers
+    returns them at once, fails if that was wrong, and never returns the text that it holds at the end.
 
     Attributes:
         stopped: the stop string that ended the text, or None
-        kept: how many of all ids pushed belong to the text, the one that completed the stop string included
+        kept: how many of all pushed ids belong to the text, including the one that completed the stop string
 
-    ``skip_special`` False: special tokens are shown, but for ``end_ids``. The first ``least`` ids complete no stop
-    string, and their certain text begins none. Raises ValueError as ``StopStrings``.
+    With ``skip_special`` False, special tokens are shown, except ``end_ids``. The first ``least`` ids complete no stop
+    string, and no stop string begins in their certain text. Raises ValueError as ``StopStrings``.
     """
 
     def __init__(
@@ -129,13 +129,13 @@ class TextStream:
         self.stopped: str | None = None
         self.kept = 0
         self._stop = StopStrings(stop)
-        self._ids: list[int] = []  # the context and all ids since
-        self._certain = 0  # characters of their text
-        self._held = ""  # certain, but perhaps a stop string's beginning
-        self._uncertain = ""  # what follows it so far
+        self._ids: list[int] = []  # the id of context and all ids after it
+        self._certain = 0  # the characters of their text that are certain
+        self._held = ""  # certain text that may begin a stop string
+        self._uncertain = ""  # the text after it, which may still change
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that became certain. Ids behind a stop string are ignored."""
+        """Return the text that became certain. Ids after a stop string are ignored."""
         fresh = ""
         for token in ids:
             if self.stopped is not None:
@@ -147,7 +147,7 @@ class TextStream:
         return fresh
 
     def finish(self) -> str:
-        """Return what was held back: the beginning of a stop string, or of a character, that never came whole."""
+        """Return the text that was held back: an incomplete stop string or character."""
         return self._held + self._uncertain
 
     def _add(self, token: int, is_byte: bool) -> str:
@@ -167,7 +167,7 @@ class TextStream:
         return self._release(self._held + certain)
 
     def _release(self, text: str) -> str:
-        """Return all of ``text`` but what could still become a stop string, which is held."""
+        """Return ``text`` without an end that could still become a stop string, which is held back."""
         ready = len(text) - (0 if self.kept <= self._least else self._stop.unfinished(text))
         self._held = text[ready:]
         return text[:ready]

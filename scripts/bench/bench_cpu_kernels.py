@@ -6,8 +6,8 @@
 If the last column is near 1, a verify window of four rows costs little more than one row. Times rise in steps, because
 XNNPACK's kernels process 5, 7 or another number of rows at a time, depending on the processor. A chain length that
 fills such a tile has the lowest cost per token. 4-bit linears are split along K for verify windows of four rows, as an
-export does it, except in the rows named "unsplit". float16 is measured but not offered: it is eight linears alone,
-without the conversions to and from float32 that a model would need around each.
+export does it, except in the rows named "unsplit". float16 is measured only here, and an export does not offer it. It
+is measured on eight linears without the conversions to and from float32 that a model would need around each.
 """
 
 import os
@@ -89,7 +89,7 @@ def lowered(program: torch.export.ExportedProgram) -> Callable[[list[torch.Tenso
     buffer = made.buffer
     with calm_stderr():
         method = load_runtime().load_program(buffer).load_method("forward")
-    return lambda given: (method.execute(given), len(buffer))  # refers to buffer, which the method does not keep alive
+    return lambda given: (method.execute(given), len(buffer))  # keeps buffer alive, which the method does not
 
 
 def attention(keys: int, dtype: torch.dtype) -> Callable[[int], Callable[[], object]]:
@@ -104,7 +104,7 @@ def attention(keys: int, dtype: torch.dtype) -> Callable[[int], Callable[[], obj
 
 
 class FullLayer(nn.Module):
-    """A layer's attention as an export has it."""
+    """The attention of a layer, as in an export."""
 
     def __init__(self, slots: int):
         super().__init__()
@@ -117,7 +117,8 @@ class FullLayer(nn.Module):
 
 
 def exported_attention(keys: int) -> Callable[[int], Callable[[], object]]:
-    """Return the same as an export has it: of several rows, products of XNNPACK's over the slots that are used."""
+    """Return the same for the attention of an export, which computes several rows by XNNPACK's products over the used
+    slots."""
 
     def call(rows: int) -> Callable[[], object]:
         shapes = [(1, rows, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -130,8 +131,8 @@ def exported_attention(keys: int) -> Callable[[int], Callable[[], object]]:
 
 
 def int8_attention(keys: int) -> Callable[[int], Callable[[], object]]:
-    """Return the same over keys and values in 8 bits with a scale for each token and head, which the export does not
-    offer. The query's own quantization is left out."""
+    """Return the same for keys and values in 8 bits with a scale for each token and head, which the export does not
+    offer. The quantization of the query is not timed."""
 
     def quantized(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         codes = torch.randint(-128, 128, shape, dtype=torch.int8)
@@ -166,7 +167,7 @@ def windowed_attention(keys: int, together: int) -> Callable[[int], Callable[[],
 
 
 def measured(make: Callable[[int], Callable[[], object]], repeats: int) -> Times:
-    """Return the median times; the numbers of rows take turns."""
+    """Return the median times. The numbers of rows are measured in turn."""
     calls, times = {rows: make(rows) for rows in ROWS}, {rows: [] for rows in ROWS}
     for _ in range(repeats):
         for rows, call in calls.items():

@@ -45,8 +45,8 @@ def children(process: int) -> list[int]:
 def watched(command: list[str]) -> tuple[dict[str, float], float]:
     """Run a command. Returns peak memory in GiB and the seconds that it took.
 
-    RssAnon includes the processes that it starts; memory that they share is counted in each. VmHWM is that of its own
-    process. Raises ClickException if the command fails.
+    RssAnon includes child processes, and counts shared memory once per process. VmHWM is of the command's own process
+    only. Raises ClickException if the command fails.
     """
     peaks = {"RssAnon": 0.0, "VmHWM": 0.0}
     start = time.monotonic()

@@ -1,14 +1,14 @@
-"""Measures what KV caches in 8 bits do to the tokens of a target, by the eager module on the CPU.
+"""Measures how 8-bit KV caches change the tokens of a target, with the eager module on the CPU.
 
     python scripts/bench/bench_kv_cache.py [--tokens 32768] [--target-model NAME --checkpoint FOLDER] [--json]
 
-The source of Python's standard library, documents that gemma4-tiny was not trained on, is read in pieces of the
-context's length. In each the target predicts every next token from the text before it, with each form of the caches.
-Against float32 weights and caches this gives the share of positions with another likeliest token, and the regret of
-that token there: how much less likely float32 holds it, in nats. Then the target continues the first half of each piece
-greedily, and the number of tokens before the first other one is counted. Two forms are there to compare: bfloat16
-throughout, which every artifact for CUDA computes in, and caches in float8 (e4m3), which the export does not offer,
-with a scale for each token and head as those in int8.
+The text is source of Python's standard library that gemma4-tiny was not trained on, in pieces of the context's length.
+In each piece the target predicts every next token, with each form of the caches. The comparison with float32 weights
+and caches gives the share of positions with another most likely token, and the regret of that token: the difference of
+its log-probability in float32 to the best one, in nats. Then the target continues the first half of each piece
+greedily, and the tokens before the first difference are counted. Two forms serve as a comparison: bfloat16 throughout,
+in which every artifact for CUDA computes, and caches in float8 (e4m3) with a scale for each token and head, which the
+export does not offer.
 """
 
 import argparse
@@ -45,7 +45,7 @@ NEW_TOKENS = 128
 
 
 class Float8Attention(EagerAttention):
-    """Keeps keys and values of full-attention layers as float8 would hold them. Sliding layers keep theirs, as with
+    """Rounds keys and values of full-attention layers to float8. Those of sliding layers are not rounded, as with
     ``--kv-cache int8``."""
 
     def written(self, input_pos: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
@@ -64,9 +64,9 @@ def in_float8(heads: Tensor) -> Tensor:
 class Found:
     positions: int = 0
     regrets: list[float] = field(default_factory=list)
-    """The regrets of the positions whose likeliest token is another."""
+    """The regrets of the positions with another most likely token than in float32."""
     before: list[int] = field(default_factory=list)
-    """Tokens before the first other one of each continuation; ``NEW_TOKENS`` if there is none."""
+    """The number of tokens of each continuation before the first difference; ``NEW_TOKENS`` if there is none."""
 
     def as_json(self) -> dict[str, float]:
         return {
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def pieces(plan: Plan, tokens: int) -> Iterator[list[int]]:
-    """Yield token ids from the text, as many as the context holds at a time, until there are ``tokens``."""
+    """Yield lists of token ids from the text, each as long as the context, up to ``tokens`` in total."""
     tokenizer = Tokenizer.from_file(str(plan.checkpoint / "tokenizer.json"))
     stream = encode_documents(tokenizer, standard_library().held_out).tolist()
     length = plan.max_seq_len

@@ -1,4 +1,5 @@
-"""Compares an artifact of gemma4-tiny with llama.cpp's own EAGLE-3 at its fastest: same checkpoints, prompts, threads.
+"""Compares an artifact of gemma4-tiny with the fastest setting of llama.cpp's own EAGLE-3: same checkpoints, prompts,
+threads.
 
 llama.cpp comes with the sources of llama-cpp-python; those of 0.3.36 have EAGLE-3. With a C++ compiler and CMake (pip
 install cmake), in any folder:
@@ -67,8 +68,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 
 
 def make_report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the report. ``outcomes``: ours without speculation and with it, then llama.cpp's; for each type of weight
-    the one without speculation is first."""
+    """Return the report. ``outcomes``: ours without speculation and with it, then llama.cpp's; for each type of weight,
+    the outcome without speculation is first."""
     ours, ours_drafting, *theirs = outcomes
     configurations, first = [], [completion.result.token_ids for completion in ours.completions]
     for outcome in outcomes:
@@ -136,7 +137,8 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def search_cells(tried: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return the table of settings with speculation: a column a chain length, a row for the rest of a setting."""
+    """Return the table of settings with speculation: a column per chain length, a row per combination of the other
+    settings."""
     drafting = [(Setting(**each["setting"]), each) for each in tried if each["setting"]["chain_len"]]
     lengths = {str(setting.chain_len): "-" for setting, _ in drafting}
     rows: dict[str, dict[str, str]] = {}
@@ -149,7 +151,7 @@ def search_cells(tried: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def failure_lines(tried: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each reason of a failure, with all settings that failed by it."""
+    """Return a line for each reason of a failure, with all settings that failed for it."""
     left_out: dict[str, list[str]] = {}
     for each in tried:
         if "failure" in each:

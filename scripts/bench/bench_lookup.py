@@ -1,12 +1,12 @@
-"""Measures the lookup in the text beside the draft head: with neither, each alone, and both, over texts that repeat
-themselves and texts that do not.
+"""Measures the lookup in the text and the draft head: neither, each alone, and both, over texts that repeat themselves
+and texts that do not.
 
     python scripts/bench/bench_lookup.py out [--new-tokens 128] [--passes 5] [--json]
 
-Each prompt is run in all four ways in turn, in an order that rotates, so that a change of the machine's speed meets
-them alike. A ratio is of two ways with the same prompt in the same pass; medians over prompts and passes are printed:
-of tokens by seconds, and by processor seconds of all threads, which other programs disturb less. An artifact without a
-head has two ways.
+Each prompt is run with all four variants in turn, in an order that rotates, so that a change of the machine's speed
+affects all alike. A ratio compares two variants with the same prompt in the same pass. The printed ratios are medians
+over prompts and passes, of tokens per second and of tokens per processor second of all threads, which other programs
+disturb less. An artifact without a head has two variants.
 """
 
 import argparse
@@ -44,7 +44,7 @@ NEITHER, HEAD, LOOKUP, BOTH = "neither", "head", "lookup", "both"
 
 
 class Ways(NamedTuple):
-    """Options of ``Model.generate`` for a way."""
+    """The options of ``Model.generate`` for each variant."""
 
     chain_len: int
     ngram: bool
@@ -73,7 +73,7 @@ def _each(template: str, count: int, first: int) -> str:
 
 
 def _file(first: int) -> str:
-    """The same functions twice, as an editor's prompt has them, up to the second half of the copy."""
+    """Return a prompt with the same functions twice, as for an edit; the second copy ends at its middle."""
     whole = _each(FUNCTION, 2, first)
     return f"# before\n{whole}# after\n{whole[: len(whole) // 2]}"
 
@@ -85,10 +85,10 @@ def ways_of(model: Model) -> dict[str, Ways]:
 
 
 def measured(model: Model, new_tokens: int, passes: int) -> dict[str, list[dict[str, Run]]]:
-    """Return by kind the results of each prompt in each pass, by way."""
+    """Return for each kind of text the results of each prompt in each pass, by variant."""
     ways, found = ways_of(model), {kind: [] for kind in texts()}
     names = list(ways)
-    for at in range(passes + 1):  # the first one warms up
+    for at in range(passes + 1):  # the first pass is the warm-up
         for kind, prompts in texts().items():
             for prompt in prompts:
                 names = names[1:] + names[:1]
@@ -105,8 +105,8 @@ def measured(model: Model, new_tokens: int, passes: int) -> dict[str, list[dict[
 
 
 def figures(found: list[dict[str, Run]]) -> dict[str, dict[str, float]]:
-    """Return by way: tokens a second, the ratios to neither, tokens a round, the share of accepted tokens that the
-    lookup proposed; of both, the ratios to the better of the two."""
+    """Return for each variant the tokens per second, the ratios to no speculation, the tokens per round, and the share
+    of accepted tokens that the lookup proposed; for "both" also the ratios to the better of head and lookup."""
     table: dict[str, dict[str, float]] = {}
     for name in (way for way in (NEITHER, HEAD, LOOKUP, BOTH) if way in found[0]):
         stats = [runs[name].result.stats for runs in found]
@@ -127,12 +127,12 @@ def figures(found: list[dict[str, Run]]) -> dict[str, dict[str, float]]:
 
 
 def ratio(found: list[dict[str, Run]], name: str, other: str, seconds: str) -> float:
-    """Return how much faster a way is than another: the median over pairs."""
+    """Return the speed of one variant divided by that of another: the median over pairs of runs."""
     return median(getattr(runs[other], seconds) / getattr(runs[name], seconds) for runs in found)
 
 
 def divergent(found: Mapping[str, list[dict[str, Run]]]) -> list[str]:
-    """Return a line for each result whose tokens differ from those of neither."""
+    """Return a line for each result whose tokens differ from those without speculation."""
     lines = []
     for kind, prompts in found.items():
         for runs in prompts:

@@ -1,10 +1,10 @@
-"""Measures eagle3-serve beside the library that it stands on, on the same prompts in turn: what HTTP adds to a round.
+"""Measures the cost of HTTP per round: runs the same prompts by eagle3-serve and by the library in turn.
 
     python scripts/bench/bench_serve.py out
     python scripts/bench/bench_serve.py out --llama-cpp llama.cpp --folder gguf
 
-The latter has llama-server beside them in the same run, of gemma4-tiny alone; bench_llama_cpp.py --help says how to
-build it. At published widths, with random weights and a tokenizer of made-up words:
+The second command also measures llama-server in the same run, for gemma4-tiny only; bench_llama_cpp.py --help says how
+to build it. For published widths, with random weights and a tokenizer of made-up words, type:
 
     python scripts/bench/bench_export.py --backend xnnpack --target qwen3-4B --layers 4 --folder steps
     python scripts/bench/bench_serve.py steps/qwen3-4B-4/artifact --new-tokens 32
@@ -48,7 +48,8 @@ LIBRARY, SERVER = "library", "eagle3-serve"
 
 
 class Heard(NamedTuple):
-    """An answer, as whoever asked saw it. ``first``: seconds to the first of it; ``rest``: from there to its end."""
+    """An answer as its client sees it. ``first``: seconds to its first token; ``rest``: seconds from then to its
+    end."""
 
     tokens: int
     first: float
@@ -73,7 +74,7 @@ def of_library(model: Model, new_tokens: int) -> Answer:
 
 @dataclass
 class Endpoint:
-    """A server that streams: what it is asked at ``path``, and how many tokens it says at the end to have generated."""
+    """A server that streams answers at ``path``, and reports the number of generated tokens at the end."""
 
     port: int
     path: str
@@ -133,7 +134,8 @@ def llama_served(server: Server, setting: Setting, new_tokens: int) -> Iterator[
 
 @contextmanager
 def with_tokenizer(artifact: Path) -> Iterator[Path]:
-    """The artifact; where it has no tokenizer, a folder of links to its files and a tokenizer of made-up words."""
+    """Yield the artifact, or, if it has no tokenizer, a folder of links to its files with a tokenizer of made-up
+    words."""
     if (artifact / TOKENIZER_FILE).is_file():
         yield artifact
         return
@@ -154,7 +156,7 @@ def prompts_of(model: Model, made_up: bool) -> list[list[int]]:
 
 
 def measure(sides: dict[str, Answer], prompts: Sequence[list[int]], repeats: int) -> dict[str, list[list[Heard]]]:
-    """Return each side's answers, a list per pass, after a pass that is not counted. Sides alternate on each prompt."""
+    """Return the answers of each side, a list per pass, after an uncounted pass. The sides run each prompt in turn."""
     heard: dict[str, list[list[Heard]]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
         for answers in heard.values():
@@ -170,12 +172,13 @@ def first_ms(answers: Sequence[Heard]) -> float:
 
 
 def rate(answers: Sequence[Heard]) -> float:
-    """Return tokens a second after the first piece; those of that piece are one each."""
+    """Return the tokens per second after the first event, which is assumed to have one token."""
     return sum(each.tokens - 1 for each in answers) / sum(each.rest for each in answers)
 
 
 def report_of(heard: dict[str, list[list[Heard]]], rounds: int) -> dict[str, Any]:
-    """Return the report. ``rounds``: those of a pass through the library. Ratios are formed within a pass."""
+    """Return the report. ``rounds`` is the number of rounds of a pass by the library. Ratios are computed within a
+    pass."""
     base, sides = heard[LIBRARY], []
     for name, passes in heard.items():
         pairs = list(zip(passes, base, strict=True))
@@ -247,8 +250,8 @@ def main(
 ) -> None:
     """Time to the first token and tokens a second: the library, eagle3-serve, and llama-server with --llama-cpp.
 
-    Greedily, with every end token ignored, so that all answers are as long. Clocks are those of whoever asks, so HTTP
-    and its parsing are within the servers' figures. A prompt shares no more than its beginning with the one before it.
+    Decoding is greedy and ignores end tokens, so that all answers are equally long. The client's clock is used, so the
+    servers' figures include HTTP and its parsing. A prompt shares at most its beginning with the one before it.
     """
     with ExitStack() as stack:
         folder_of = stack.enter_context(with_tokenizer(artifact))

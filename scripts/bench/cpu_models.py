@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-if __name__ == "__main__":  # as in eagle3-run; an export imports this module too and uses all cores
+if __name__ == "__main__":  # as eagle3-run does; an export also imports this module, but uses all cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -63,7 +63,7 @@ PROMPT = 64
 def save_cpu_target(
     folder: Path, target: str, config: PreTrainedConfig, make: Callable[[torch.Size, None], torch.Tensor]
 ) -> None:
-    """Write the target with one shard per layer, so that only one shard is in memory. ``make`` makes a weight."""
+    """Write the target with one shard per layer, so that only one shard is in memory. ``make`` returns a weight."""
     shapes: dict[str, dict[str, torch.Size]] = {}
     for name, value in TARGETS[target].module().skeleton(config, max_seq_len=1024).model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -121,7 +121,7 @@ class Timed:
 
 
 def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dict[str, float]:
-    """Measure memory and times of an artifact. Milliseconds are medians; the calls take turns.
+    """Measure memory and times of an artifact. Milliseconds are medians; the calls are timed in turn.
 
     A round is a verify, a draft call over the rows of the accepted tokens, and a draft call of one row for each further
     proposal.

@@ -19,7 +19,7 @@ DRAFT_TYPES = "f32", "q8_0"
 
 @dataclass(frozen=True)
 class Build:
-    """A folder that CMake built llama.cpp in, and the sources that it was built of."""
+    """A folder in which CMake built llama.cpp, and the folder of its sources."""
 
     folder: Path
     source: Path
@@ -48,7 +48,7 @@ def source_of(cmake_cache: str) -> Path:
 
 @dataclass(frozen=True)
 class GgufFiles:
-    """A folder of GGUF files: the target and its draft, a file for each type of weight."""
+    """A folder of GGUF files: target and draft, one file for each type of weight."""
 
     folder: Path
 
@@ -61,7 +61,7 @@ class GgufFiles:
 
 def convert(build: Build, shipped: str, folder: Path, types: Sequence[str]) -> GgufFiles:
     """Write the shipped target in ``types`` and its draft in DRAFT_TYPES into ``folder``: as f32, and quantized from
-    that. A file that is there already is left as it is."""
+    it. An existing file is kept."""
     spec, files = TARGETS[shipped], GgufFiles(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -76,12 +76,13 @@ def convert(build: Build, shipped: str, folder: Path, types: Sequence[str]) -> G
 
 
 def epilog(doc: str) -> str:
-    """Return a script's docstring behind its first paragraph, for ``--help``: click keeps its lines."""
+    """Return a script's docstring without its first paragraph, for ``--help``, with marks by which click keeps its
+    lines."""
     return "\n\n".join(f"\b\n{paragraph}" for paragraph in doc.split("\n\n")[1:])
 
 
 def make(file: Path, command: Sequence[str]) -> None:
-    """Run a command that writes ``PART``, which becomes the file; nothing where that is there already."""
+    """Run a command that writes ``PART``, which is then renamed to the file. An existing file is kept."""
     if not file.is_file():
         part = file.with_suffix(".part")
         run([str(part) if word == PART else word for word in command])
@@ -89,8 +90,8 @@ def make(file: Path, command: Sequence[str]) -> None:
 
 
 def with_accepted_tokenizer(checkpoint: Path, folder: Path) -> Path:
-    """Return the checkpoint with a tokenizer that llama.cpp's converter takes a Gemma 4 with. gemma4-tiny's is of
-    another kind; prompts and answers are token ids here, so nothing hangs on what they spell."""
+    """Return a copy of the checkpoint with a tokenizer that llama.cpp's converter accepts for a Gemma 4. gemma4-tiny's
+    tokenizer is of another kind. Prompts and answers are token ids here, so their text does not matter."""
     for file in checkpoint.iterdir():
         (folder / file.name).symlink_to(file.resolve())
     path = folder / "tokenizer.json"
@@ -103,7 +104,7 @@ def with_accepted_tokenizer(checkpoint: Path, folder: Path) -> Path:
 
 
 def run(command: Sequence[str]) -> None:
-    """Raises ValueError with the last line of what a failing command says."""
+    """Run a command. Raises ValueError with the last line of its output if it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
         raise ValueError(f"{Path(command[0]).name} {command[1]} failed: {last_line(done.stdout)}")

@@ -1,12 +1,12 @@
-"""Finds the fastest setting of llama.cpp: each is tried twice, and the fastest are measured again.
+"""Finds the fastest setting of llama.cpp: each setting is tried twice, and the fastest are measured again.
 
-1. ``search``: each setting of ``grid`` answers all prompts in few tokens, one server at a time. The settings take two
-   turns, far apart, and the faster one counts: a machine that stalls for seconds does not decide.
+1. ``search``: each setting of ``grid`` answers all prompts in few tokens, one server at a time. Each setting is run
+   twice, far apart, and the faster run counts, so that a stall of the machine does not decide.
 2. ``comparable``: for each type of the target's weights, decoding without speculation and the fastest settings.
-3. ``measure_beside``: those take turns with our own configurations, all prompts several times.
+3. ``measure_beside``: these settings and our own configurations run all prompts several times, in turn.
 
-Equally fast settings stand in the order of ``grid``: shorter chains and llama.cpp's defaults first. A setting whose
-server fails is left out, in the first pass and later; ``Tried`` keeps why.
+Equally fast settings keep the order of ``grid``: shorter chains and llama.cpp's defaults first. A setting whose server
+fails is left out, at any time; ``Tried`` has the reason.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ Start = Callable[[Setting], AbstractContextManager[LlamaCppConfiguration]]
 
 @dataclass(frozen=True)
 class Tried:
-    """A setting and its tokens per second after the first token of each completion: None if its server failed, with the
-    reason."""
+    """A setting and its tokens per second after the first token of each completion, or None and the reason if its
+    server failed."""
 
     setting: Setting
     tokens_per_second: float | None = None
@@ -66,7 +66,7 @@ def search(settings: Sequence[Setting], start: Start, workload: Workload, advanc
 
 
 def _faster(before: Tried | None, now: Tried) -> Tried:
-    """Return the one with more tokens per second. A failure in either turn is the result."""
+    """Return the trial with more tokens per second. If either trial failed, return the failed one."""
     if before is None or now.failure is not None:
         return now
     return max(before, now, key=lambda tried: tried.tokens_per_second)
@@ -75,7 +75,7 @@ def _faster(before: Tried | None, now: Tried) -> Tried:
 def _tried(setting: Setting, start: Start, workload: Workload) -> Tried:
     try:
         with start(setting) as configuration:
-            configuration.complete(workload, workload.prompts[0])  # to warm up
+            configuration.complete(workload, workload.prompts[0])  # the warm-up
             completions = sum((configuration.complete(workload, prompt) for prompt in workload.prompts), [])
     except ServerError as error:
         return Tried(setting, failure=error.reason)
@@ -83,8 +83,8 @@ def _tried(setting: Setting, start: Start, workload: Workload) -> Tried:
 
 
 def comparable(tried: Sequence[Tried]) -> dict[str, list[Setting]]:
-    """Map each type of weight to its setting without speculation and its FINALISTS fastest with speculation. Types that
-    lack either are left out. Raises ValueError if none is left."""
+    """Map each type of weight to its setting without speculation and its FINALISTS fastest with speculation. Types
+    without a working setting of either kind are left out. Raises ValueError if no type is left."""
     running = [each for each in tried if each.failure is None]
     found = {}
     for weights in dict.fromkeys(each.setting.weights for each in running):
@@ -113,8 +113,8 @@ def measure_beside(
 ) -> tuple[list[Outcome], list[dict[str, float]], list[Tried]]:
     """Measure our configurations and the ``comparable`` settings in turn (``eagle3.runner.bench.measure``).
 
-    Where a server fails, all is measured anew without its setting. Returns the outcomes, ours first, the milliseconds
-    of our steps and ``tried`` with what failed.
+    If a server fails, everything is measured again without its setting. Returns the outcomes, ours first, the
+    milliseconds of our steps and ``tried`` with what failed.
     """
     while True:
         settings = sum(comparable(tried).values(), [])

@@ -1,4 +1,4 @@
-"""llama.cpp as a configuration that is measured: starts its server, sends it prompts and reads its answers."""
+"""Measures llama.cpp as a configuration: starts its server, sends prompts and reads the answers."""
 
 import http.client
 import json
@@ -29,8 +29,8 @@ DRAFTED = re.compile(r"statistics +draft-eagle3: .*#acc rate/pos = \(([^)]+)\)")
 @dataclass(frozen=True)
 class Setting:
     """The settings of a llama.cpp server: the type of the target's ``weights`` (WEIGHT_TYPES); with speculation also
-    the type of the ``draft``'s (DRAFT_TYPES), the most draft tokens a round (``chain_len``, 0 for no speculation), and
-    whether they are chosen within llama.cpp's graph (``backend_sampling``, which it does unless told otherwise)."""
+    the type of the ``draft``'s (DRAFT_TYPES), the most draft tokens per round (``chain_len``, 0 for no speculation),
+    and whether they are chosen within llama.cpp's graph (``backend_sampling``, its default)."""
 
     weights: str
     chain_len: int = 0
@@ -39,7 +39,7 @@ class Setting:
 
     @property
     def drafting(self) -> str:
-        """Everything of it but the weights and the chain length."""
+        """The setting without the weights and the chain length, as text."""
         sampling = "backend sampling" if self.backend_sampling else "no backend sampling"
         return f"draft {self.draft}, {sampling}" if self.chain_len else "no speculation"
 
@@ -49,7 +49,7 @@ class Setting:
 
 
 class ServerError(ValueError):
-    """llama-server does not start, ends, or refuses a prompt with ``setting``."""
+    """Raised if llama-server with ``setting`` does not start, ends early, or refuses a prompt."""
 
     def __init__(self, setting: Setting, reason: str):
         super().__init__(f"llama.cpp {setting}: {reason}")
@@ -144,7 +144,8 @@ class LlamaCppConfiguration:
         raise ServerError(self.setting, f"llama-server does not start: {last_line(self.said())}")
 
     def complete(self, workload: Workload, prompt: Prompt) -> list[Result]:
-        """Raises ServerError for a server that gives no answer, ValueError for a prompt that no context holds."""
+        """Run a prompt. Raises ServerError if the server gives no answer, ValueError for a prompt longer than the
+        context."""
         ids = self.model.encode(prompt.first_turn)
         options = Options.of(**workload.options)
         asked = {"prompt": ids, "n_predict": options.max_new_tokens, "temperature": 0, "cache_prompt": False}
@@ -159,7 +160,7 @@ class LlamaCppConfiguration:
 
     @property
     def acceptance(self) -> list[float]:
-        """Return the share of all drafts since the first prompt that was accepted, by position."""
+        """Return the share of accepted drafts by position, over all prompts since the first."""
         return acceptance(self.said())
 
     def said(self) -> str:
@@ -177,7 +178,7 @@ def request(port: int, method: str, path: str, body: dict[str, Any] | None = Non
 
 
 def result(prompt: list[int], reply: dict[str, Any], options: Options) -> Result:
-    """Make a ``Result`` of llama-server's reply. Its ``predicted_ms`` begins at the first token, as our
+    """Return llama-server's reply as a ``Result``. Its ``predicted_ms`` begins at the first token, as our
     ``decode_seconds`` does."""
     timings = reply["timings"]
     stats = GenerationStats(

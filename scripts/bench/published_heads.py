@@ -1,8 +1,9 @@
-"""Writes draft heads with random weights and published shapes, an entry for each kind.
+"""Writes draft heads with random weights and published shapes, one function per kind.
 
-For any target an EAGLE-3 head of one layer and a P-EAGLE of four. For Gemma 4 31B they are those of
-``RedHatAI/gemma-4-31B-it-speculator.eagle3`` and of four such layers, the assistant has the shapes of
-``google/gemma-4-31B-it-assistant`` (0.47 B parameters), the DFlash head those of ``z-lab/gemma-4-31B-it-DFlash``.
+An EAGLE-3 head of one layer and a P-EAGLE head of four layers can be made for any target. For Gemma 4 31B the EAGLE-3
+head has the shapes of ``RedHatAI/gemma-4-31B-it-speculator.eagle3``, the P-EAGLE head four such layers, the assistant
+the shapes of ``google/gemma-4-31B-it-assistant`` (0.47 B parameters), and the DFlash head those of
+``z-lab/gemma-4-31B-it-DFlash``.
 """
 
 import json
@@ -101,7 +102,7 @@ def draft_vocabulary(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
 
 
 def draft_fields(config: PreTrainedConfig, aux_layers: list[int]) -> dict[str, Any]:
-    """Return what the head's config.json holds."""
+    """Return the content of the head's config.json."""
     known = config.to_dict()
     layer = {
         "model_type": "llama",

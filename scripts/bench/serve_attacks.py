@@ -1,8 +1,9 @@
-"""Attacks an eagle3-serve on this machine, with 20 honest clients beside: their longest wait with attacks and without.
+"""Attacks an eagle3-serve on this machine, and measures the longest wait of 20 ordinary clients with and without
+attacks.
 
 eagle3-serve out --default temperature=0 & python scripts/bench/serve_attacks.py http://127.0.0.1:8000/v1
 
-Each attack is sent ATTACKERS times at once for SECONDS at most. Only loopback addresses are taken.
+Each attack is sent by ATTACKERS clients at once for at most SECONDS. Only loopback addresses are accepted.
 """
 
 import ipaddress
@@ -30,7 +31,8 @@ def schema(given: object) -> tuple[str, bytes]:
 
 
 def attacks(number: int) -> dict[str, tuple[str, bytes]]:
-    """Return a path and a body by an attack's name. Each ``number`` gives other grammars: none is known already."""
+    """Return a path and a body by the name of an attack. Each ``number`` gives new grammars, which no server has
+    compiled."""
     loops = "{% for i in range(15000) %}{% for j in range(15000) %}{% endfor %}{% endfor %}x"
     patterns = {f"^[a-z]{{{i % 9 + 1},{i % 50 + 9}}}x{i}y{number}$": {"type": "string"} for i in range(399)}
     ranges = [{"type": "string", "pattern": f"a{{{i},{i + 5000 + number}}}"} for i in range(60)]
@@ -55,7 +57,8 @@ def attacks(number: int) -> dict[str, tuple[str, bytes]]:
 
 
 class Honest:
-    """Clients that ask for short answers in a row, one in four of them for a structured one; ``longest`` wait, s."""
+    """Ordinary clients that request short answers one after the other, every fourth a structured one. ``longest`` is
+    the longest wait in seconds."""
 
     def __init__(self, url: str):
         self._url, self._over = url, threading.Event()
@@ -85,7 +88,7 @@ class Honest:
 
 
 def attack(url: str, name: str) -> tuple[Counter[int], float]:
-    """Send an attack from ATTACKERS clients for SECONDS; returns the statuses and the longest answer, s."""
+    """Send an attack from ATTACKERS clients for SECONDS; returns the statuses and the seconds of the longest answer."""
     statuses, longest, end = Counter[int](), [0.0], time.monotonic() + SECONDS
 
     def send(first: int) -> None:

@@ -1,9 +1,10 @@
-"""Runs the clients that are installed against a running eagle3-serve, and prints what worked in a table.
+"""Runs the installed client libraries against a running eagle3-serve, and prints a table of the results.
 
 eagle3-serve out --default temperature=0 & python scripts/bench/serve_clients.py http://127.0.0.1:8000/v1 gemma4-tiny
 
 Clients: openai, litellm, pydantic-ai-slim[openai], openai-agents. They may be in an environment of their own, since
-nothing of this project is imported. Calls are forced, so that a model which calls nothing by itself will do.
+this script imports nothing of the project. Tool calls are forced, so a model that calls no tools by itself is
+sufficient.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ def with_openai(url: str, model: str) -> dict[str, Callable[[], Any]]:
 
 
 def with_litellm(url: str, model: str) -> dict[str, Callable[[], Any]]:
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it looks prices up in the net otherwise
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it downloads a price list
 
     import litellm
 

@@ -18,7 +18,7 @@ REQUESTS, CLIENTS = 1000, 20
 
 def schemas() -> list[dict[str, Any]]:
     """Return 100 JSON schemas: flat and nested objects, enums, patterns, lists, unions, recursion, numbers with bounds.
-    Every string and list has a longest length, so that the smallest model ends it."""
+    Every string and list has a maximum length, so that even a tiny model ends it."""
 
     def thing(fields: dict[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
         needed = [name for name in fields if name not in optional]
@@ -62,7 +62,8 @@ def schemas() -> list[dict[str, Any]]:
 
 
 def run_schemas(artifact: str) -> None:
-    """Run every schema with speculation and without; print how many texts are valid and the same, and both speeds."""
+    """Run every schema with and without speculation, and print the numbers of valid and of equal texts, and both
+    speeds."""
     from eagle3.runner import load
 
     model = load(artifact)
@@ -87,7 +88,7 @@ def run_schemas(artifact: str) -> None:
 
 
 def fits(value: object, schema: dict[str, Any]) -> bool:
-    """Check a value by jsonschema, which raises its own error; without that package nothing more is checked."""
+    """Check a value by jsonschema, which raises its own error. Without that package the schema is not checked."""
     try:
         import jsonschema
     except ImportError:

@@ -2,11 +2,12 @@
 DSpark): tiny random heads as it saves them, and the outputs of its own code.
 
 The cases are folders as in make_draft_golden.py and make_dflash_golden.py, with the same tensors. An EAGLE-3 head is
-run as ``Qwen3Eagle3Evaluator`` runs it: the slots of a prompt, then a chain over the cache. A DSpark is run as
-``forward_dspark_draft_block`` runs it, the block of each anchor behind all taps before it, and its Markov head samples
-greedily.
+run as ``Qwen3Eagle3Evaluator`` runs it: the slots of a prompt, then a chain over the cache. A DSpark head is run as
+``forward_dspark_draft_block`` runs it: the block of each anchor after all taps before the anchor. Its Markov head
+samples greedily.
 
-Its Gemma 4 reads keys that transformers' configuration has up to 5.13, so this needs a venv of its own:
+DeepSpec's Gemma 4 reads keys of the configuration that transformers has only up to 5.13, so this needs a venv of its
+own:
 
     git clone https://github.com/deepseek-ai/DeepSpec
     python -m venv golden-env
@@ -29,7 +30,7 @@ from transformers import __version__ as transformers_version
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 HIDDEN, VOCAB, TARGET_LAYERS, MASK_TOKEN, BLOCK = 64, 96, 6, 95, 5
 IDS = [0, 2, 3]
-"""Outputs of the target's layers."""
+"""The target's layers whose outputs are the taps."""
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "vocab_size": VOCAB, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "num_hidden_layers": TARGET_LAYERS}
 GEMMA4 = {"global_head_dim": 64, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
@@ -54,13 +55,13 @@ CASES = {  # folder: family, kind, options of its configuration, seed: the first
 
 
 class Arguments(dict):
-    """The arguments of a model as DeepSpec reads them: by name, and by ``in``."""
+    """The arguments of a model in the form that DeepSpec reads: by attribute, and by ``in``."""
 
     __getattr__ = dict.__getitem__
 
 
 def configuration(modeling: ModuleType) -> ModuleType:
-    """Return the module beside ``modeling`` that makes configurations."""
+    """Return the module beside ``modeling`` that creates configurations."""
     return sys.modules[modeling.__name__.removesuffix("modeling") + "config"]
 
 
@@ -96,11 +97,11 @@ def build_model(
         else:
             weight.copy_(noise * (1.0 if table else weight.shape[-1] ** -0.5))
     if family == "gemma4":
-        model.embed_tokens.weight /= HIDDEN**0.5  # it is multiplied by it
+        model.embed_tokens.weight /= HIDDEN**0.5  # the model multiplies embeddings by this root
         for number, layer in enumerate(model.layers):
             layer.layer_scalar.fill_(0.8 - 0.1 * number)
     if kind == "dspark":
-        model.embed_tokens.weight[MASK_TOKEN] *= 0.05  # so that what a row of the block attends to decides its token
+        model.embed_tokens.weight[MASK_TOKEN] *= 0.05  # a row's token then depends on its attention
     return model
 
 
@@ -165,7 +166,7 @@ def main() -> None:
     import deepspec.modeling.eagle3.gemma4.modeling as gemma4_eagle3
     import deepspec.modeling.eagle3.qwen3.modeling as qwen3_eagle3
 
-    for each in (gemma4_eagle3, qwen3_eagle3):  # which take five taps alone
+    for each in (gemma4_eagle3, qwen3_eagle3):  # these classes support only five taps
         configuration(each).validate_eagle3_target_layer_ids = lambda ids, _layers: list(ids)
     modules = {("qwen3", "eagle3"): qwen3_eagle3, ("qwen3", "dspark"): qwen3_dspark}
     modules |= {("gemma4", "eagle3"): gemma4_eagle3, ("gemma4", "dspark"): gemma4_dspark}

@@ -2,23 +2,23 @@
 speculators.
 
 The numbers are those of speculators 0.9.0's `DFlashDraftModel` and the classes of DFlash2, DSpark and xPress. Their
-forward is for training only: it drafts a block behind each of several anchors, drawn at random, and returns a loss.
-Here the loss mask leaves the anchors ANCHORS alone, and the result of `_backbone_forward`, which the loss is made of,
-is read. DFlash2 and DSpark score a row by the token before it, which is the text's own in training; here the model's
-head or selector is asked row by row for the best token. xPress's forward makes rounds of its own, each behind the best
-tokens of the one before; as many as a head has passes are asked for, and their logits are read on their way to the
-loss. A case is a folder as in make_draft_golden.py, whose environment this needs too:
+forward is for training only: it drafts a block after each of several random anchors and returns a loss. Here the loss
+mask permits only the anchors ANCHORS, and the result of `_backbone_forward`, from which the loss is computed, is read.
+DFlash2 and DSpark score a row by the token before it, which in training is the text's own token. Here the model's head
+or selector is run row by row with the best token. xPress's forward runs several rounds, each with the best tokens of
+the round before; here it runs as many as the head has passes, and their logits are read before the loss. A case is a
+folder as in make_draft_golden.py, and this script needs the same environment:
 
     export ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1
     golden-env/bin/python scripts/golden/make_dflash_golden.py --out tests/golden/dflash
 
-    tokens     [1, T]               target-vocabulary ids; the block behind position p begins with tokens[p]
+    tokens     [1, T]               target-vocabulary ids; the block after position p begins with tokens[p]
     taps       [1, T, 3H]           the target's hidden states at the three aux layers, concatenated
     anchors    [A]                  the positions of the blocks' first rows; a block sees the taps before it
     logits     [A, B, V_draft]      of every row of each block
     states     [A, B, H]            the states after the last norm
     proposals  [A, B - 1 or B]      the greedy tokens, as target-vocabulary ids
-    embedding, lm_head [V, H]       the target's, of which the checkpoint has none or a part
+    embedding, lm_head [V, H]       the target's, which the checkpoint lacks or has in part
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ from speculators.train.vocab_mapping import build_vocab_mappings_from_distributi
 from transformers import Qwen3Config
 
 SLOTS, BLOCK, MASK_TOKEN, WINDOW = 32, 5, 95, 6
-ANCHORS = [2, 5, 6, 9, 14, 21, 26]  # within the window, at its ends and past two of them
+ANCHORS = [2, 5, 6, 9, 14, 21, 26]  # positions within the window, at its ends, and after two windows
 LAYERS = partial(Qwen3Config, num_hidden_layers=2)
 SLIDING = {"sliding_window": WINDOW, "use_sliding_window": True}
 MIXED = partial(LAYERS, **SLIDING, layer_types=["sliding_attention", "full_attention"])
@@ -97,14 +97,14 @@ def build_model(layer_class: type, options: dict, generator: torch.Generator) ->
             weight.copy_(noise * scale)
         if name.endswith("base_kernel"):
             weight[:, 0] += 1
-    model.embed_tokens.weight[MASK_TOKEN] *= 0.05  # so that what a row of the block attends to decides its token
+    model.embed_tokens.weight[MASK_TOKEN] *= 0.05  # a row's token then depends on its attention
     for layer in model.layers:
         layer.self_attn.q_norm.weight *= 2
     return model
 
 
 def walked(model: DFlashDraftModel, logits: torch.Tensor, states: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-    """Return the logits [A, B, V] of a DSpark or DFlash2, each row behind the best token of the row before."""
+    """Return the logits [A, B, V] of a DSpark or DFlash2, each row given the best token of the row before."""
     markov, selector = (getattr(model, name, None) for name in ("markov_head", "candidate_selector"))
     if markov is None and selector is None:
         return logits
@@ -123,7 +123,7 @@ def walked(model: DFlashDraftModel, logits: torch.Tensor, states: torch.Tensor, 
 
 
 def rounds(model: XPressDraftModel, given: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Return the logits [A, B, V] that an xPress begins with, and those of each of its passes."""
+    """Return the initial logits [A, B, V] of an xPress, and the logits of each of its passes."""
     seen = []
 
     def caught(_forced: torch.Tensor, passes: list, base: torch.Tensor, *_args: object, **_keys: object) -> tuple:
@@ -136,7 +136,7 @@ def rounds(model: XPressDraftModel, given: tuple[torch.Tensor, ...]) -> list[tor
 
 
 def check_passes(model: XPressDraftModel, passes: list[torch.Tensor]) -> None:
-    """Check that no pass is near a tie, and that each up to the last that can changes a token."""
+    """Check that no pass has a near-tie, and that each pass changes a token as long as one can change."""
     proposing = [each[:, 0 if model.config.sample_from_anchor else 1 :] for each in passes]
     best = torch.stack(proposing).topk(2).values
     assert (best[..., 0] - best[..., 1]).min() > 0.003, "a pass is too close to a tie to be compared"
@@ -151,7 +151,7 @@ def golden(model: DFlashDraftModel, generator: torch.Generator) -> dict[str, tor
     taps = torch.randn(1, SLOTS, len(AUX_IDS) * HIDDEN, generator=generator)
     mask = torch.zeros(1, SLOTS, dtype=torch.bool)
     mask[0, ANCHORS] = True
-    final = torch.zeros(1, SLOTS, HIDDEN)  # of its loss alone
+    final = torch.zeros(1, SLOTS, HIDDEN)  # only the loss reads these states
     documents = torch.zeros_like(tokens)
     given = taps, tokens, mask, final, documents
     hidden, logits, *_ = model._backbone_forward(*given, max_anchors=len(ANCHORS))

@@ -2,10 +2,10 @@
 the outputs of their own code.
 
 The cases are folders as in make_dflash_golden.py, with the same tensors. Both trainers apply a Domino's GRU to the
-tokens of the text; here a row is asked for its best token, and the rows behind it are given that. SpecForge's block is
-run as its ``spec_generate`` runs it, behind all taps before the anchor, and ``apply_logits_head`` scores it. That of
-speculators is from its ``_backbone_forward``, and ``domino_head`` scores it; this is pull request 773, which no release
-has:
+tokens of the text; here the rows after a row are given its best token. SpecForge's block is run as its
+``spec_generate`` runs it, after all taps before the anchor, and ``apply_logits_head`` scores it. The block of
+speculators comes from its ``_backbone_forward``, and ``domino_head`` scores it. This code is pull request 773, which is
+in no release:
 
     git clone https://github.com/sgl-project/SpecForge
     git clone --branch v6-normalize-experiment https://github.com/vllm-project/speculators
@@ -30,18 +30,18 @@ from transformers import __version__ as transformers_version
 HIDDEN, VOCAB, DRAFT_VOCAB, MASK_TOKEN, BLOCK, SLOTS = 64, 96, 48, 95, 5, 32
 ANCHORS = [2, 5, 6, 9, 14, 21, 26]
 OUTPUTS, INPUTS = [0, 2, 3], [1, 3, 4]
-"""The same layers of the target, as SpecForge counts them and as speculators does."""
+"""The tapped layers of the target, as SpecForge counts them and as speculators counts them."""
 LAYERS = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "vocab_size": VOCAB, "num_attention_heads": 4}
 LAYERS |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "num_hidden_layers": 2}
 LAYERS |= {"rms_norm_eps": 1e-5}
 GRU = {"projector_type": "domino", "gru_hidden_dim": 24, "emb_dim": 8}
-SPECFORGE = {  # folder: options of its configuration, seed: the first from 704 on without a near-tie
+SPECFORGE = {  # folder: options of its configuration, seed (the first from 704 on without a near-tie)
     "domino": ({"shift_label": True, "pure_draft_prefix_len": 1}, 707),
     "domino_unshifted": ({"shift_label": False, "pure_draft_prefix_len": 2}, 735),
 }
 SPECULATORS = {"domino_speculators": ({"draft_vocab_size": DRAFT_VOCAB}, 723)}
 Scores = Callable[[Tensor], Tensor]
-"""Returns the logits [A, B, V] of all rows of all blocks, of the tokens [A, B] that the GRU is given."""
+"""Returns the logits [A, B, V] of all rows of all blocks, for the tokens [A, B] that the GRU is given."""
 
 
 def randomize(model: nn.Module, generator: torch.Generator) -> None:
@@ -52,8 +52,8 @@ def randomize(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def walked(scores: Scores, anchors: Tensor, first: int, d2t: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the logits [A, B, V] of all rows and the best tokens of those from ``first`` on, each given those before
-    it."""
+    """Return the logits [A, B, V] of all rows, and the best tokens of the rows from ``first`` on, each given the tokens
+    before it."""
     given, proposals = anchors[:, None].repeat(1, BLOCK), []
     for row in range(first, BLOCK):
         best = scores(given)[:, row].topk(2)
@@ -82,7 +82,7 @@ def specforge(options: dict, generator: torch.Generator) -> tuple[nn.Module, dic
     randomize(model, generator)
     embedding, lm_head = torch.randn(2, VOCAB, HIDDEN, generator=generator)
     lm_head *= HIDDEN**-0.5
-    embedding[MASK_TOKEN] *= 0.05  # so that what a row of the block attends to decides its token
+    embedding[MASK_TOKEN] *= 0.05  # a row's token then depends on its attention
     tokens, taps = inputs(generator)
     anchors, states = tokens[0, ANCHORS], []
     for anchor, token in zip(ANCHORS, anchors, strict=True):
@@ -140,7 +140,7 @@ def speculators(options: dict, generator: torch.Generator) -> tuple[nn.Module, d
     mask[0, ANCHORS] = True
     given = taps, tokens, mask, torch.zeros(1, SLOTS, HIDDEN), torch.zeros_like(tokens)
     states, base, *_, positions = model._backbone_forward(*given, max_anchors=len(ANCHORS))
-    anchors, order = positions[::BLOCK].sort()  # they are drawn in any order
+    anchors, order = positions[::BLOCK].sort()  # the anchors are drawn in any order
     assert anchors.tolist() == ANCHORS
     hidden, base = (each.unflatten(1, (-1, BLOCK))[:, order] for each in (states, base))
 
@@ -168,7 +168,7 @@ def main() -> None:
             folder = arguments.out / name
             shutil.rmtree(folder, ignore_errors=True)
             model.save_pretrained(folder)
-            (folder / "config.py").unlink(missing_ok=True)  # its own source, which speculators copies there
+            (folder / "config.py").unlink(missing_ok=True)  # speculators copies its own source there
             tensors = {key: each.contiguous() for key, each in (tensors | {"anchors": torch.tensor(ANCHORS)}).items()}
             save_file(tensors, folder / "golden.safetensors", {"made_with": f"{made_by}, {libraries}"})
             print(name, tensors["proposals"].tolist())

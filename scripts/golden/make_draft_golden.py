@@ -6,7 +6,7 @@ can be compared with it without installing it. Each case is a folder with the ch
 
     tokens          [1, T]      target-vocabulary ids embedded in each draft slot
     taps            [1, T, 3H]  the target's hidden states at the three aux layers, concatenated
-    positions       [T]         rotary positions speculators uses: it counts slots from 1, and only differences matter
+    positions       [T]         rotary positions of speculators, which counts slots from 1; only differences matter
     feature         [1, T, H]   the layer's input beside the embedding in the first step (the output of fc)
     logits_0        [1, T, 48]  draft-vocabulary logits of the first step, every slot
     recurrent_0     [1, T, H]   the feature that the first step passes to the next one
@@ -14,12 +14,12 @@ can be compared with it without installing it. Each case is a folder with the ch
     chain_logits    [3, 48]     its logits; row 0 is logits_0's last row
     chain_recurrent [3, H]      its recurrent states; row 0 is recurrent_0's last row
 
-Chain row j > 0 is a slot of its own, j after the last. It embeds chain_ids[j - 1], takes chain_recurrent[j - 1] as its
-feature and attends to every slot up to itself. If the layer has a sliding window of W slots, every slot, including
+Chain row j > 0 is a separate slot, j after the last slot. It embeds chain_ids[j - 1], takes chain_recurrent[j - 1] as
+its feature and attends to every slot up to itself. If the layer has a sliding window of W slots, every slot, including
 those of a chain, attends to the last W slots including itself: slot q to q - W + 1 .. q. That is speculators' mask in
-the first step and vLLM's in every step. speculators trains its later steps without moving the window's start (W + j
-slots in step j), so they cannot be the chain of a case with a window; its proposals run as slots of a first step
-instead.
+the first step and vLLM's in every step. speculators trains its later steps without moving the start of the window (W +
+j slots in step j). They therefore cannot serve as the chain of a case with a window; there the proposals run as slots
+of a first step.
 
 speculators pins older versions than ours, so it needs a venv of its own. The last bit of its results depends on the
 processor; with ATEN_CPU_CAPABILITY=avx2, any x86 with AVX2 gives these fixtures.
@@ -49,7 +49,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
 THREE_LAYERS = {"num_hidden_layers": 3, "attention_bias": True, "mlp_bias": True}
-CASES = {  # the seeds are the first from 704 on whose chains repeat no token and have no near-tie
+CASES = {  # each seed is the first from 704 on whose chain has no repeated token and no near-tie
     "llama_nbr_true": (LlamaConfig, {"norm_before_residual": True}, 704),
     "llama_nbr_false": (LlamaConfig, {"norm_before_residual": False}, 704),
     "qwen3_nbr_true": (Qwen3Config, {"norm_before_residual": True}, 704),
@@ -65,7 +65,7 @@ HIDDEN, VOCAB, DRAFT_VOCAB, AUX_IDS = 64, 96, 48, [1, 3, 4]
 LAYER = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "vocab_size": VOCAB}
 LAYER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
 LAYER |= {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-LAYER |= {"attn_implementation": "eager"}  # left out, speculators takes flex attention; this is not saved
+LAYER |= {"attn_implementation": "eager"}  # without it speculators uses flex attention; it is not saved
 
 
 def build_model(layer_class: type, options: dict, generator: torch.Generator) -> Eagle3DraftModel:
@@ -100,9 +100,9 @@ def forward(
     """Run the public forward for CHAIN steps; return the inputs and outputs of its submodules in each step.
 
     Step j of slot p embeds tokens[p + j], takes the slot's state of step j - 1 and attends to the first step of the
-    slots up to p (to the last W of them) and to the slot's own later steps. Without a sliding window that is the chain
-    from slot p, given the tokens that follow it. With one, the chain is the first step of the slots after the last.
-    They have no taps, and their features are ``recurrent``.
+    slots up to p (to the last W of them) and to the slot's own later steps. Without a sliding window, these steps are
+    the chain from slot p, given the tokens after it. With a sliding window, each chain step is the first step of a
+    further slot after the last one. These slots have no taps; their features are ``recurrent``.
     """
     seen = {"features": [], "positions": [], "logits": []}
     taps = torch.nn.functional.pad(taps, (0, 0, 0, len(recurrent)))
@@ -140,8 +140,8 @@ def golden(model: Eagle3DraftModel, generator: torch.Generator) -> dict[str, tor
     first = forward(model, tokens, taps, recurrent)
 
     windowed = model.uses_sliding_window_attn
-    chain = [(0, last + j) if windowed else (j, last) for j in range(CHAIN)]  # its steps and slots, see forward
-    for step, (at, slot) in enumerate(chain):  # proposals go behind the last slot
+    chain = [(0, last + j) if windowed else (j, last) for j in range(CHAIN)]  # the chain's steps and slots, see forward
+    for step, (at, slot) in enumerate(chain):  # proposals follow the last slot
         rows = torch.cat([tokens, torch.tensor([chain_ids], dtype=torch.int64)], dim=1)
         seen = forward(model, rows, taps, recurrent)
         best = seen["logits"][at][0, slot].topk(2)
@@ -161,8 +161,8 @@ def golden(model: Eagle3DraftModel, generator: torch.Generator) -> dict[str, tor
 
 @torch.no_grad()
 def write_cases(cases: dict, build_model: Callable, golden: Callable, shown: str, of_what: str) -> None:
-    """Run the command: write a folder for each case with the checkpoint and the numbers of ``golden``, and print the
-    one named ``shown``."""
+    """Run the command: write a folder for each case with the checkpoint and the tensors of ``golden``, and print the
+    tensor named ``shown``."""
     parser = argparse.ArgumentParser(description=f"Make the golden heads from speculators' {of_what}.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the fixtures; a case's folder is replaced")
     out = parser.parse_args().out
@@ -173,7 +173,7 @@ def write_cases(cases: dict, build_model: Callable, golden: Callable, shown: str
         tensors = golden(model, generator)
         shutil.rmtree(out / name, ignore_errors=True)
         model.save_pretrained(out / name)
-        (out / name / "config.py").unlink()  # its own source, which speculators 0.9.0 copies beside every checkpoint
+        (out / name / "config.py").unlink()  # speculators 0.9.0 copies its own source beside every checkpoint
         tensors = {key: value.contiguous() for key, value in tensors.items()}
         save_file(tensors, out / name / "golden.safetensors", {"made_with": made_with})
         print(name, shown, tensors[shown].tolist())

@@ -30,7 +30,7 @@ from speculators.models.eagle import EagleSpeculator, EagleSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
-CASES = {  # EAGLE 1 and 2, HASS, and the variant with norms
+CASES = {  # EAGLE 1 and 2, HASS, and EAGLE with norms
     "eagle": {"layernorms": False, "fusion_bias": False},
     "hass": {"layernorms": False, "fusion_bias": True},
     "eagle_layernorms": {"layernorms": True, "fusion_bias": False},
@@ -77,7 +77,7 @@ def main() -> None:
         randomize(model, generator)
         model.save_pretrained(out / name)
         for beside in [*(out / name).glob("*.py"), out / name / "generation_config.json"]:
-            beside.unlink()  # speculators' own source, and nothing of the head's
+            beside.unlink()  # speculators' own source, not a part of the head
         model.embed_tokens, model.rotary_emb = verifier.model.embed_tokens, verifier.model.rotary_emb
         model.lm_head = verifier.lm_head
         seen = []

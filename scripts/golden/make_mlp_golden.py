@@ -1,12 +1,12 @@
 """Make the golden fixtures under tests/golden/mlp/: tiny MLP speculators and the outputs of fms-extras.
 
-The numbers are those of `MLPSpeculator` (fms_extras/models/speculator.py), by which the published ones were trained. A
-case is a folder with the checkpoint as published ones are written, and golden.safetensors, fp32 or int64 (T = 12):
+The numbers are those of `MLPSpeculator` (fms_extras/models/speculator.py), with which the published heads were trained.
+A case is a folder with the checkpoint in the form of published ones, and golden.safetensors, fp32 or int64 (T = 12):
 
     tokens     [1, T]         the token after each position
     states     [1, T, H]      the target's final states after its norm
     proposals  [T, K]         the greedy chain from each position
-    logits     [T, K, V]      of each stage, behind the tokens before it
+    logits     [T, K, V]      of each stage, given the tokens before it
 
 It needs an environment of its own:
 
@@ -26,7 +26,7 @@ import torch
 from fms_extras.models.speculator import MLPSpeculator
 from safetensors.torch import save_file
 
-CASES = {  # as ibm-ai-platform/llama3-8b-accelerator, ibm-granite's and the defaults are
+CASES = {  # like ibm-ai-platform/llama3-8b-accelerator, ibm-granite's heads, and the defaults
     "tied": {"inner_dim": 40, "n_predict": 4, "tie_weights": True, "scale_input": True},
     "untied": {"inner_dim": 40, "n_predict": 3, "tie_weights": False, "scale_input": True},
     "as_wide": {"inner_dim": 0, "n_predict": 2, "tie_weights": False, "scale_input": False},
@@ -44,7 +44,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(404)
     for name, options in CASES.items():
         model = MLPSpeculator(emb_dim=WIDTH, vocab_size=TOKENS, **options).eval()
-        model.reset_parameters()  # norms start as 1 and 0
+        model.reset_parameters()  # sets the norms to 1 and 0
         for weight in dict.fromkeys(model.parameters()):
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(weight.round() + 0.3 * noise if weight.dim() == 1 else noise * weight.shape[-1] ** -0.5)

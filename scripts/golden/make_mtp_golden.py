@@ -1,10 +1,10 @@
 """Make the golden fixtures under tests/golden/mtp/: tiny random MTP heads and the outputs of speculators.
 
 The numbers are those of speculators 0.9.0's `MTPDraftModel`. Its forward is for training: a later step computes all
-slots again, each one token on at its old position. That is not how a head drafts. So the first step is the public
-forward's, and a chain is one pass of the model's own layer over the slots, those of the chain behind the last one, as
-vLLM's rounds write them. The pass is held against the forward in the first slots. A case is a folder as in
-make_draft_golden.py, whose environment this needs too:
+slots again, each with the next token at its old position, which is not how a head drafts. Therefore only the first step
+is from the public forward. A chain is one pass of the model's own layer over all slots, with those of the chain after
+the last one, as vLLM's rounds write them. The pass is compared with the forward in the first slots. A case is a folder
+as in make_draft_golden.py, and this script needs the same environment:
 
     ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1 golden-env/bin/python scripts/golden/make_mtp_golden.py \\
         --out tests/golden/mtp
@@ -16,7 +16,7 @@ make_draft_golden.py, whose environment this needs too:
     chain_ids          [K]        a greedy chain from the last slot
     chain_logits       [K, V]     its logits; row 0 is the last row of ``logits``
     chain_recurrent    [K, H]     its features
-    embedding, lm_head [V, H]     the target's, of which the checkpoint has none
+    embedding, lm_head [V, H]     the target's, which the checkpoint lacks
 """
 
 from functools import partial
@@ -31,7 +31,7 @@ from transformers import Qwen3Config
 SLOTS, CHAIN = 24, 3
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 TARGET = partial(Qwen3Config, num_hidden_layers=4)
-CASES = {  # the seeds are the first from 704 on whose chains repeat no token and have no near-tie
+CASES = {  # each seed is the first from 704 on whose chain has no repeated token and no near-tie
     "qwen3": (TARGET, {}, 704),
     "qwen3_biases_yarn": (partial(TARGET, attention_bias=True), {"rope_parameters": YARN}, 704),
 }
@@ -58,7 +58,7 @@ def build_model(layer_class: type, options: dict, generator: torch.Generator) ->
 
 
 def one_pass(model: MTPDraftModel, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """Return the features [1, T, H] that the model's own layer makes of all slots."""
+    """Return the features [1, T, H] of all slots by one pass of the model's own layer."""
     length = tokens.shape[1]
     mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
     rotary = model.rotary_emb(features, torch.arange(length)[None])
@@ -78,7 +78,7 @@ def golden(model: MTPDraftModel, generator: torch.Generator) -> dict[str, torch.
     model.config.speculators_config.proposal_methods[0].speculative_tokens = 1
     padded = torch.nn.functional.pad(
         tokens, (1, 1)
-    )  # the forward takes the token after each slot, and one for the loss
+    )  # the forward takes the token after each slot and one more for the loss
     (logits,), *_ = model(padded, torch.nn.functional.pad(states, (0, 0, 0, 2)))
     model.config.speculators_config.proposal_methods[0].speculative_tokens = CHAIN
     hook.remove()

@@ -1,6 +1,6 @@
 """Make the golden fixtures of Muse Glimmer's assistant, in tests/golden/dflash, with transformers' own class.
 
-The cases are folders as in make_zlab_golden.py, with the same tensors. transformers proposes from the row behind the
+The cases are folders as in make_zlab_golden.py, with the same tensors. transformers proposes from the row after the
 anchor on (``DFlashTokenCandidateGenerator``). This needs transformers 5.24, not the versions of the other scripts:
 
     ATEN_CPU_CAPABILITY=avx2 python scripts/golden/make_muse_glimmer_golden.py
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 CASES = {"dflash_muse_glimmer": (["sliding_attention", "full_attention"], 755)}
-"""Folder: kinds of layers, seed: the first from 704 on without a near-tie."""
+"""Maps a folder to kinds of layers and a seed, the first from 704 on without a near-tie."""
 WINDOW = 6
 
 
 class Called(nn.Module):
-    """The model, called as the others are."""
+    """Wraps the model so that it is called like the other models."""
 
     def __init__(self, model: MuseGlimmerAssistantModel):
         super().__init__()
@@ -43,7 +43,7 @@ def main() -> None:
         config._attn_implementation = "sdpa"
         model = random_weights(MuseGlimmerAssistantModel(config).eval(), generator)
         tensors = golden(Called(model), generator)
-        model.config.vocab_size = VOCAB  # not in published ones, of which Muse Glimmer's own is known
+        model.config.vocab_size = VOCAB  # published configurations lack this key
         save_case(name, model, tensors, f"torch {torch.__version__}, transformers {transformers.__version__}")
 
 

@@ -1,9 +1,9 @@
 """Make the golden fixtures under tests/golden/peagle/: tiny random P-EAGLE heads and the outputs of speculators.
 
 The numbers are those of speculators 0.9.0's `PEagleDraftModel`. Its forward is for training only: it draws at random
-which slots predict how many tokens ahead, and returns a loss. Here the last slot predicts DEPTHS tokens ahead and the
-others one, and a hook reads the output of lm_head. A case is a folder as in make_draft_golden.py, whose environment
-this needs too:
+how many tokens ahead each slot predicts, and returns a loss. Here the last slot predicts DEPTHS tokens and the others
+one, and a hook reads the output of lm_head. A case is a folder as in make_draft_golden.py, and this script needs the
+same environment:
 
     export ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1
     golden-env/bin/python scripts/golden/make_peagle_golden.py --out tests/golden/peagle
@@ -77,7 +77,7 @@ def golden(model: PEagleDraftModel, generator: torch.Generator) -> dict[str, tor
     hook = model.lm_head.register_forward_hook(lambda _, _args, output: seen.append(output[0]))
     with patch.object(core, "generate_cod_sample_indices", lambda **_: (anchors, depths)):
         final = torch.randn(1, length, HIDDEN, generator=generator)
-        loss = resolve_loss_config("kl_div", "eager")  # required, but its result is not used
+        loss = resolve_loss_config("kl_div", "eager")  # the argument is required, but its result is not used
         documents = torch.zeros_like(tokens)
         model(taps, tokens, documents, verifier_last_hidden_states=final, loss_config=loss, num_depths=DEPTHS)
     hook.remove()

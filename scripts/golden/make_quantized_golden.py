@@ -3,7 +3,7 @@
 Each case is a folder with a checkpoint (config.json, model.safetensors) of linears with random weights, and
 dense.safetensors, the weights as the tool itself dequantizes them: compressed-tensors' compressor, GPTQModel's
 TorchLinear, AutoAWQ's WQLinear_GEMM. Install the tools beside this project's environment, not in it. The last two are
-used as sources; nothing of them is compiled:
+used as uncompiled sources:
 
     pip install --no-deps --target golden-packages compressed-tensors==0.20.0 loguru==0.7.3 psutil \\
         pypcre logbar accelerate device-smi tokenicer defuser pillow
@@ -33,7 +33,7 @@ from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-ROWS, COLUMNS = 12, 256  # rows that do not fill a word of zero points
+ROWS, COLUMNS = 12, 256  # the rows do not fill a word of zero points
 COMPRESSED_TENSORS = {
     "w4_g32": ({"num_bits": 4, "strategy": "group", "group_size": 32}, torch.bfloat16),
     "w4_g128": ({"num_bits": 4, "strategy": "group", "group_size": 128}, torch.float16),
@@ -126,7 +126,7 @@ def by_autoawq(group: int) -> tuple[dict, dict, Tensor]:
 
 @cache
 def autoawq_gemm() -> ModuleType:
-    """Import AutoAWQ's module without its packages' own imports, which need an older transformers."""
+    """Import AutoAWQ's module without the imports of its packages, which need an older transformers."""
     (place,) = importlib.util.find_spec("awq").submodule_search_locations
     for name in ("awq", "awq.modules", "awq.modules.linear"):
         sys.modules[name] = ModuleType(name)

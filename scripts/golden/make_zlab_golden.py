@@ -1,9 +1,10 @@
-"""Make the golden fixtures of heads that other trainers save in z-lab's form, in tests/golden/dflash: JetSpec's, whose
-blocks are causal, and SpecForge's DSpark.
+"""Make the golden fixtures of heads that other trainers save in z-lab's form, in tests/golden/dflash: JetSpec's causal
+blocks and SpecForge's DSpark.
 
 The cases are folders as in make_dflash_golden.py, with the same tensors. The trainers' own classes compute the states
-of a block behind all taps before it. JetSpec's proposes from the row behind the anchor on, as its engine does.
-SpecForge trains the anchor's row as well, and its Markov head samples greedily. This needs a venv of its own:
+of a block after all taps before it. JetSpec's head proposes from the row after the anchor on, as its engine does.
+SpecForge's head also proposes from the anchor's row, and its Markov head samples greedily. This needs a venv of its
+own:
 
     git clone https://github.com/hao-ai-lab/JetSpec
     git clone https://github.com/sgl-project/SpecForge
@@ -32,7 +33,7 @@ SIZES = {"hidden_size": HIDDEN, "intermediate_size": 128, "num_attention_heads":
 SIZES |= {"head_dim": 32, "num_hidden_layers": 2, "vocab_size": VOCAB, "rms_norm_eps": 1e-5}
 OWN = {"mask_token_id": MASK_TOKEN, "target_layer_ids": [0, 2, 3]}
 MARKOV = {"projector_type": "dspark", "markov_rank": 8, "enable_confidence_head": True}
-CASES = {  # folder: class, dflash_config, seed: the first from 704 on without a near-tie
+CASES = {  # folder: class, dflash_config, seed (the first from 704 on without a near-tie)
     "dflash_jetspec": ("jetspec", {"causal_head": True, "target_hidden_size": HIDDEN}, 827),
     "dspark_specforge": ("specforge", MARKOV | {"markov_head_type": "vanilla"}, 704),
     "dspark_specforge_gated": ("specforge", MARKOV | {"markov_head_type": "gated"}, 715),
@@ -58,7 +59,7 @@ def golden(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Tens
     tokens = torch.randint(VOCAB - 1, (1, SLOTS), generator=generator)
     taps = torch.randn(1, SLOTS, 3 * HIDDEN, generator=generator)
     embedding, lm_head = (torch.randn(VOCAB, HIDDEN, generator=generator) for _ in range(2))
-    embedding[MASK_TOKEN] *= 0.05  # so that what a row attends to decides its token
+    embedding[MASK_TOKEN] *= 0.05  # a row's token then depends on its attention
     lm_head *= HIDDEN**-0.5
     found: dict[str, list[Tensor]] = {"states": [], "logits": [], "proposals": []}
     for anchor in ANCHORS:
@@ -85,7 +86,7 @@ def golden(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Tens
 
 
 def save_case(name: str, model: PreTrainedModel, tensors: dict[str, Tensor], made_with: str) -> None:
-    """Write a case's folder anew, and print its proposals."""
+    """Replace the folder of a case, and print its proposals."""
     shutil.rmtree(OUT / name, ignore_errors=True)
     model.save_pretrained(OUT / name)
     tensors = {key: value.contiguous() for key, value in tensors.items()}

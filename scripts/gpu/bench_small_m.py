@@ -5,8 +5,8 @@
     python scripts/gpu/bench_small_m.py --json small_m.json
 
 Without a CUDA GPU it prints that, runs nothing and exits with 0. It needs torch, triton and click, and ExecuTorch only
-for the time of its dequantization. On an H200 `down` reads 53% of a copy's bandwidth at 8 rows, short of the goal, in
-1.13 times the time of 1 row.
+for the time of its dequantization. On an H200, `down` reaches 53% of a copy's bandwidth at 8 rows, which misses the
+goal, in 1.13 times the time of 1 row.
 """
 
 import functools
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m, sums
 
-LINEARS = {  # N, K; INT4 unless the name has another type
+LINEARS = {  # N, K; INT4 unless the name says another type
     "sliding_q": (8192, 5376),
     "sliding_kv": (4096, 5376),
     "sliding_o": (5376, 8192),
@@ -51,9 +51,9 @@ Weight = tuple[Tensor | None, ...]
 GOAL_LINEAR = "down"
 GOAL_SHARE, GOAL_GROWTH = 0.70, 1.25
 INT4_PLAIN_MM = {1: 0.102, 2: 0.127, 3: 0.159, 4: 0.196}
-"""ms on an A100, quoted from pytorch/executorch PR 21456; not measured here."""
+"""Milliseconds on an A100, quoted from pytorch/executorch PR 21456 and not measured here."""
 WARM_UP_SECONDS = 1.0
-"""An idle GPU begins at a fraction of its clock."""
+"""The seconds of warm-up, because an idle GPU starts at a fraction of its clock."""
 CYCLED = 512 << 20  # bytes of weights that calls use in turn, more than any L2 holds
 
 
@@ -163,8 +163,8 @@ def reference(x: Tensor, weight: Weight, outputs: slice) -> Tensor:
 
 
 def check(name: str, weight: Weight, k: int, choice: small_m.Blocks | None = None) -> None:
-    """Check the first and the last outputs against the reference, that each row has the same bits in every call, and
-    that the counters are left at zero."""
+    """Check that the first and the last outputs equal the reference, that each row has the same bits in every call, and
+    that the counters are zero afterwards."""
     x = torch.randn(17, k, device="cuda").bfloat16()
     found = run(x, weight, choice)
     for some in (slice(0, 1024), slice(-1024, None)):
@@ -206,7 +206,7 @@ def microseconds(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 def copy_bandwidth() -> float:
     """Return the bytes per second, read and written, of a copy of 1 GiB, and leave the GPU at its full clock.
 
-    The copies are not replayed by a CUDA graph, which gives them to a copy engine: 2.7 TB/s on an H200 for 4.25.
+    The copies are not replayed by a CUDA graph, which would use a copy engine: 2.7 TB/s on an H200 instead of 4.25.
     """
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target, begin = torch.empty_like(source), time.monotonic()
@@ -233,7 +233,8 @@ def time_rows(x: Tensor, weights: list[Weight], choice: small_m.Blocks | None = 
 
 
 def dequantized(x: Tensor, weights: list[Weight]) -> float | None:
-    """Time dequantization to bf16 followed by a matmul: ExecuTorch's code for more than 4 rows, ours for K-quants."""
+    """Return the time of dequantization to bf16 followed by a matmul: ExecuTorch's code for more than 4 rows, or ours
+    for K-quants."""
     if len(weights[0]) == 1:
         return microseconds([lambda weight=weight: x @ weight[0].T for weight in weights[:4]])
     if len(weights[0]) == 4:
@@ -307,7 +308,7 @@ def sweep(name: str, bandwidth: float) -> None:
         try:
             check(name, weight, k, choice)
             us = {m: time_rows(x, weights, choice) for m, x in inputs.items()}
-        except Exception as error:  # mostly too much shared memory, for which Triton has no exception class of its own
+        except Exception as error:  # mostly too much shared memory, for which Triton has no exception class
             click.echo(f"  {choice.n:4} {choice.stages} {choice.parts}: {str(error).splitlines()[0][:80]}")
             continue
         share = nbytes(weight) / (1e-6 * us[8]) / bandwidth

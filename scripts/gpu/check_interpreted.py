@@ -1,10 +1,10 @@
 """Compares a CUDA artifact, run by Triton's interpreter without a GPU, with the module that it was exported from.
 
-ARTIFACT is one that tests/helpers/cuda_artifact.py made, of a target and a head of tests' sizes: the interpreter takes
-minutes for a few rounds. Both generate greedily behind the random prompts whose tokens the module chooses with the
-largest margins, in the module's packed weights and its bfloat16. Prints what is equal: tokens, rounds and acceptance,
-and the draft head's proposals. Exits with 1 where tokens or rounds differ, too few proposals are equal, a launch has a
-race, or the stand-in for CUDA's driver refused a call.
+ARTIFACT is made by tests/helpers/cuda_artifact.py from a target and a head as small as those of the tests, since the
+interpreter takes minutes for a few rounds. Artifact and module generate greedily from random prompts, those whose
+tokens the module chooses with the largest margins. The module computes in bfloat16 with its packed weights. The script
+prints whether tokens, rounds, acceptance and the draft head's proposals are equal. It exits with 1 if tokens or rounds
+differ, too few proposals are equal, a launch has a race, or the stand-in for CUDA's driver refused a call.
 
     python tests/helpers/cuda_artifact.py /tmp/artifact --checkpoint TARGET --draft HEAD --cuda-arch sm_90
     python scripts/gpu/check_interpreted.py /tmp/artifact
@@ -33,9 +33,9 @@ from eagle3.runner.rounds.loop import complete
 
 HELPERS = Path(__file__).resolve().parents[2] / "tests" / "helpers"
 CANDIDATES, LONGEST = 40, 20
-"""Random prompts to choose from, and the tokens of the longest."""
+"""The number of random prompts to choose from, and the length of the longest in tokens."""
 LEAST = 0.9
-"""The share of proposals that has to be equal. Some of a random head's are near-ties, which bfloat16 decides."""
+"""The least share of equal proposals. Some proposals of a random head are near-ties, which bfloat16 decides."""
 PATHS = ("checkpoint", "draft")
 
 
@@ -47,7 +47,8 @@ def config_of(artifact: Path) -> ExportConfig:
 
 
 def chosen(greedy: EagerGreedy, prompts: int, tokens: int) -> list[tuple[float, list[int]]]:
-    """Return the random prompts whose ``tokens`` tokens have the largest margins, with the smallest of each."""
+    """Return the random prompts whose next ``tokens`` tokens have the largest margins, each with its smallest
+    margin."""
     generator, found = torch.Generator().manual_seed(1), []
     for number in range(CANDIDATES):
         size = 3 + number % (LONGEST - 2)
@@ -57,7 +58,7 @@ def chosen(greedy: EagerGreedy, prompts: int, tokens: int) -> list[tuple[float, 
 
 
 def eagerly(greedy: EagerGreedy, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Generate by the module's three methods, as ``interpreted_artifact.generations`` does."""
+    """Generate with the module's three methods, as ``interpreted_artifact.generations`` does."""
     speculator = greedy.speculator
     session = EagerSession(speculator, make_metadata(greedy.plan, {}, speculator.draft.ids_in_target()))
     session.has_speculate = False
@@ -76,14 +77,14 @@ def interpreted(artifact: Path, prompts: list[list[int]], tokens: int) -> dict[s
 
 
 def equal_proposals(expected: list[list[int]], found: list[list[int]]) -> tuple[int, int]:
-    """Return how many proposals are equal, and of how many. One that one of the two lacks is not equal."""
+    """Return the number of equal proposals and the number of all. A proposal that one side lacks is not equal."""
     calls = zip_longest(expected, found, fillvalue=[])
     pairs = [pair for ours, theirs in calls for pair in zip_longest(ours, theirs)]
     return sum(one == other for one, other in pairs), len(pairs)
 
 
 def compare(expected: dict[str, Any], found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what is equal of one prompt, and what is wrong."""
+    """Return the counts of equal results for one prompt, and the faults."""
     wrong = []
     for way in ("fused_rounds", "three_methods"):
         wrong += [f"{way}: {name}" for name in ("token_ids", "stats") if found[way][name] != expected[name]]

@@ -3,11 +3,11 @@
     python scripts/gpu/check_on_gpu.py expect ARTIFACT...    # with the checkpoints: writes ARTIFACT.expected.json
     python scripts/gpu/check_on_gpu.py compare ARTIFACT...    # on a GPU, with those files beside the artifacts
 
-Both generate greedily behind the same random prompts, those of a few whose tokens the module chooses with the largest
-margins: the module in its packed weights and its bfloat16 on the CPU, the artifact by fused rounds, which are replayed
-as CUDA graphs, and by the three methods. A line for each prompt says what is equal: tokens, rounds and acceptance, and
-proposals. Exits with 1 if a token differs by more than a near-tie, if less than half of the proposals behind equal
-tokens are equal, or if an artifact does not run.
+Both generate greedily from the same random prompts, those whose tokens the module chooses with the largest margins. The
+module computes in bfloat16 with its packed weights on the CPU. The artifact runs fused rounds, replayed as CUDA graphs,
+and the three methods. A line for each prompt says whether tokens, rounds, acceptance and proposals are equal. The
+script exits with 1 if a token differs by more than a near-tie, if less than half of the proposals after equal tokens
+are equal, or if an artifact does not run.
 """
 
 import json
@@ -26,8 +26,8 @@ from eagle3.runner.hosts.session import Session
 from eagle3.runner.rounds.loop import complete
 
 LEAST = 0.5
-"""The share of proposals that has to be equal. A random head's are often near-ties; those of another one are equal once
-in a vocabulary."""
+"""The least share of equal proposals. Proposals of a random head are often near-ties; those of two different heads
+would be equal about once in V, the size of the vocabulary."""
 ARTIFACTS = click.argument(
     "artifacts", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path)
 )
@@ -47,7 +47,7 @@ def expected_file(artifact: Path) -> Path:
 @click.option("--prompts", default=3, show_default=True, help="Random prompts to compare.")
 @click.option("--tokens", default=24, show_default=True, help="New tokens behind each.")
 def expect(artifacts: tuple[Path, ...], prompts: int, tokens: int) -> None:
-    """Write what the module of each artifact generates."""
+    """Write the tokens that the module of each artifact generates."""
     for artifact in artifacts:
         greedy = EagerGreedy("cpu", config_of(artifact))
         found = []
@@ -65,7 +65,7 @@ def expect(artifacts: tuple[Path, ...], prompts: int, tokens: int) -> None:
 @main.command()
 @ARTIFACTS
 def compare(artifacts: tuple[Path, ...]) -> None:
-    """Compare each artifact with what its module generated."""
+    """Compare each artifact with the tokens of its module."""
     wrong = []
     for artifact in artifacts:
         try:
@@ -74,7 +74,7 @@ def compare(artifacts: tuple[Path, ...]) -> None:
                 lines = list(compared(session, json.loads(expected_file(artifact).read_text())))
             finally:
                 session.close()
-        except (OSError, ValueError, RuntimeError) as error:  # the others are still compared
+        except (OSError, ValueError, RuntimeError) as error:  # the other artifacts are still compared
             lines = [(f"does not run: {' '.join(str(error).split())}", True)]
         for line, is_wrong in lines:
             click.echo(f"{artifact}: {line}")
@@ -84,7 +84,8 @@ def compare(artifacts: tuple[Path, ...]) -> None:
 
 
 def compared(session: Session, expected: list[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
-    """Yield a line about each prompt, and True if a token differs by more than a near-tie, or the proposals do."""
+    """Yield a line about each prompt, and True if a token differs by more than a near-tie or too few proposals are
+    equal."""
     fuses = session.has_speculate
     for each in expected:
         parted, rounds, short = [], [], False

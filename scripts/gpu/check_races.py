@@ -1,9 +1,9 @@
 """Runs the launches of a CUDA artifact's methods by Triton's interpreter under the tests' race detector, without a GPU.
 
-ARTIFACT is one that tests/helpers/cuda_artifact.py made. Every method is called with several numbers of rows, at
-positions where the rings of sliding windows wrap. Each launch runs in all ORDERS of its programs, and the results are
-compared bit for bit. Prints the accesses that overlap by design, with the reason, and the races found; exits with 1 if
-there are any.
+ARTIFACT is made by tests/helpers/cuda_artifact.py. Every method is called with several numbers of rows, at positions
+where the rings of sliding windows wrap. Each launch runs in all ORDERS of its programs, and the results are compared
+bit for bit. The script prints the accesses that overlap by design, with the reason, and the races found; it exits with
+1 if there are any races.
 
     python tests/helpers/cuda_artifact.py /tmp/artifact
     python scripts/gpu/check_races.py /tmp/artifact
@@ -38,11 +38,11 @@ CALLS = {
 """Numbers of rows by method, clamped to the method's bounds. The first method returns features for the draft."""
 FAST = {TARGET_VERIFY: (16,), DRAFT_DECODE: (4, 17)}
 RING = 128
-"""Slots of a ring of gemma4-tiny, and positions of one part of its split attention."""
+"""The slots of a ring buffer of gemma4-tiny, which is also the number of positions per part of its split attention."""
 
 
 def calls(session: TorchSession, wanted: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    """Make each call with half of its rows before a ring's end, and yield a description of it."""
+    """Make each call with half of its rows before the end of a ring buffer, and yield a description of the call."""
     torch.manual_seed(1)
     feature = None
     for name, counts in wanted.items():
@@ -69,7 +69,7 @@ def main(artifact: Path, orders: tuple[str, ...], fast: bool) -> None:
     torch.set_num_threads(1)
     machine = Machine(sources_of(artifact))
     with machine.running(), watching(Detector(orders or ORDERS)) as detector:
-        session = machine.open(artifact, graphs=False, unwritten=MODERATE)  # calls begin far behind position 0
+        session = machine.open(artifact, graphs=False, unwritten=MODERATE)  # calls begin far after position 0
         for call in calls(session, FAST if fast else CALLS):
             found = f"{len(detector.findings)} findings"
             click.echo(f"{call}: {machine.kernels.launches.total()} launches, {found} so far", err=True)

@@ -1,12 +1,12 @@
-"""Packs a CUDA artifact into a file small enough to carry to a machine with a GPU, to time it there.
+"""Packs a CUDA artifact into a small file, which is copied to a machine with a GPU to time the artifact there.
 
     python scripts/gpu/gpu_carry.py pack out out.tar.xz      # code, metadata, and the first bytes of each weight
     python scripts/gpu/gpu_carry.py unpack out.tar.xz out    # there: fills each weight with its first bytes
     python scripts/gpu/gpu_check.py --only round --wide out
 
-Gemma 4 31B is packed into 6 MB. A step takes as long as with the true weights, except with experts, of which a window
-reads those that its rows choose; the tokens mean nothing. An artifact of less than 200 MB is refused when it is opened,
-because its files are then compared with their checksums.
+Gemma 4 31B is packed into 6 MB. A step takes as long as with the true weights, except with experts, because a window
+reads only the experts that its rows choose. The tokens are meaningless. An artifact of less than 200 MB is refused when
+it is opened, because its files are then compared with their checksums.
 """
 
 import io
@@ -22,7 +22,7 @@ from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, Extent, read_ptd_i
 from eagle3.runner.contract import EXPORT_RECORD
 
 SAMPLE = 4096
-"""Bytes kept of each weight: whole blocks of every format that the export writes."""
+"""The number of bytes kept of each weight: whole blocks of every format that the export writes."""
 WRITTEN = 1 << 22
 """Bytes written at a time."""
 INDEX, SAMPLES = "weights.index", "weights.samples"
@@ -37,7 +37,7 @@ def main() -> None:
 @click.argument("artifact", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("packed", type=click.Path(path_type=Path, dir_okay=False))
 def pack(artifact: Path, packed: Path) -> None:
-    """Pack ARTIFACT's files into the tar file PACKED; of its weights the index and a sample of each."""
+    """Pack ARTIFACT's files into the tar file PACKED; for the weights it has their index and a sample of each."""
     weights = artifact / WEIGHTS_FILE
     if not weights.is_file():
         raise click.ClickException(f"{artifact} has no {WEIGHTS_FILE}: it is no CUDA artifact")

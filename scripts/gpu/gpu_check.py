@@ -1,4 +1,4 @@
-"""Checks and measures on an NVIDIA GPU what cannot be seen without one, in stages of at most 8 minutes.
+"""Makes the checks and measurements that need an NVIDIA GPU, in stages of at most 8 minutes.
 
     python scripts/gpu/gpu_check.py                                # all stages
     python scripts/gpu/gpu_check.py --only wide --only round       # wide makes the artifact for round and prefill
@@ -43,7 +43,7 @@ GIB = 1 << 30
 PROMPTS = Path(__file__).parents[1] / "prompts.jsonl"
 PREFILL_ROWS = (32, 64, 128, 256, 512, 1024)
 LISTED = 16
-"""Kernels whose times are listed."""
+"""The number of kernels whose times are listed."""
 GRAPHS = {"auto": "by CUDA graphs", "off": "without graphs"}
 
 
@@ -152,7 +152,7 @@ def run_layers(facts: Facts, check: Check) -> None:
     with opened(check.artifact, "auto", facts) as session:
         torch.cuda.reset_peak_memory_stats()
         prompt = torch.randint(3, session.metadata.vocab_size, (256,)).tolist()
-        complete(session, prompt, max_new_tokens=16)  # kernels load, graphs are captured
+        complete(session, prompt, max_new_tokens=16)  # loads kernels and captures graphs
         start = time.perf_counter()
         result = complete(session, prompt, max_new_tokens=128)
         facts["tokens/s"] = round(len(result.token_ids) / (time.perf_counter() - start), 1)
@@ -202,8 +202,8 @@ def measure_rounds(check: Check) -> None:
 
 
 def kernels_of_a_round(check: Check) -> Facts:
-    """Return how often a fused round, or a verify if there is none, launches each kernel, and the microseconds that all
-    its launches take, by name and grid, the longest first, as CUPTI times them."""
+    """Return for each kernel, by name and grid, the number of launches in a fused round (a verify if there is none) and
+    the total microseconds by CUPTI, the longest first."""
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
     from eagle3.runner.contract import SPECULATE, TARGET_VERIFY
@@ -225,7 +225,7 @@ def kernels_of_a_round(check: Check) -> Facts:
 
 
 def kernel_times(events: list[dict[str, Any]], rounds: int) -> Facts:
-    """Return launches and microseconds a round by kernel, from the events of a trace of that many rounds."""
+    """Return launches and microseconds per round by kernel, from the events of a trace of ``rounds`` rounds."""
     found: dict[tuple, list[float]] = {}
     for event in events:
         if event.get("cat") == "kernel":
@@ -311,7 +311,7 @@ def measure_prefill(facts: Facts, check: Check, rows: int) -> None:
     facts["of copy bandwidth, weights read once"] = round(read / (1e-3 * taken) / check.copied, 3)
 
 
-# --- of all stages
+# --- shared by all stages
 
 
 def export(check: Check, output: Path, *args: str, hidden: bool = False) -> Facts:
@@ -424,7 +424,7 @@ def main(
     output_dir: Path,
     work: Path | None,
 ) -> None:
-    """Check and measure on this machine's GPU what cannot be seen without one."""
+    """Make the checks and measurements that need a GPU on this machine."""
     here, unable = torch.cuda.is_available(), None
     if not here:
         unable = "this needs an NVIDIA GPU and PyTorch's CUDA build, and found none"

@@ -1,8 +1,8 @@
 """Compiles launches of Triton kernels without a GPU, and launches the machine code on one.
 
-A launch function of ``export/lowering/cuda/kernels`` takes a kernel as its first argument. ``Compiling`` in that place
-compiles what would be launched; ``Launching`` launches what was compiled, by CUDA's driver. Both name a launch by its
-kernel, its arguments' types and its constants, so the Triton of the machine with the GPU does not matter.
+A launch function of ``export/lowering/cuda/kernels`` takes a kernel as its first argument. ``Compiling`` in its place
+compiles the kernel for each launch; ``Launching`` launches the compiled code by CUDA's driver. Both identify a launch
+by its kernel, its arguments' types and its constants, so the machine with the GPU needs no particular Triton.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from torch import Tensor
 MANIFEST = "manifest.json"
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 EARLY = "EARLY"
-"""The constant of a kernel that waits for the launch before it by itself: it is launched early."""
+"""The constant that marks a kernel which itself waits for the previous launch, and may be launched early."""
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int8: "*i8",
     torch.int32: "*i32", torch.int64: "*i64",
@@ -30,7 +30,7 @@ FREE_SHARED = 48 << 10
 
 
 class Kernel(Protocol):
-    """A stand-in for a kernel of Triton, as launch functions take one."""
+    """A stand-in for a Triton kernel, which launch functions accept."""
 
     def __getitem__(self, grid: tuple[Any, ...], /) -> Callable[..., None]: ...
 
@@ -45,7 +45,7 @@ def key_of(name: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> 
 
 
 class Compiling:
-    """A kernel that writes the machine code of its launches for ``arch`` to ``folder``, and notes them in
+    """A kernel that writes the machine code of its launches for ``arch`` to ``folder``, and adds them to
     ``manifest``."""
 
     def __init__(self, kernel: triton.JITFunction, folder: Path, manifest: dict[str, Any], arch: str = "sm_90"):
@@ -70,7 +70,7 @@ class Compiling:
         signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
         aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
         values = {(names.index(each),): value for each, value in constants.items()}
-        os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # no paths of this machine in what is carried
+        os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # keeps paths of this machine out of the code
         with compiling(BY_ARCH[self.arch]):
             source = ASTSource(self.kernel, signature, values, aligned)
             made = triton.compile(source, target=driver.active.get_current_target(), options=options)
@@ -99,7 +99,7 @@ class Configuration(ctypes.Structure):
 
 
 class Driver:
-    """CUDA's driver, whose calls raise RuntimeError."""
+    """CUDA's driver. A call that fails raises RuntimeError."""
 
     def __init__(self, library: str = "libcuda.so.1"):
         self.library = ctypes.CDLL(library)
@@ -115,8 +115,8 @@ class Driver:
 
 
 class Cubins:
-    """The machine code in ``folder``. ``driver``: an object with the driver's calls. ``stream``: gives the stream of a
-    launch."""
+    """The machine code in ``folder``. ``driver``: an object with the driver's calls. ``stream``: returns the stream of
+    a launch."""
 
     def __init__(self, folder: Path, driver: "Driver", stream: Callable[[], int]):
         self.folder, self.driver, self.stream = folder, driver, stream
@@ -137,7 +137,7 @@ class Cubins:
         return self.functions[key]
 
     def launch(self, key: str, grid: tuple[int, ...], values: list[Any]) -> None:
-        """``values``: ctypes of what the kernel takes. Triton's own two pointers follow."""
+        """Launch a kernel. ``values`` are its arguments as ctypes values; Triton's own two pointers are appended."""
         about, function = self.manifest[key], self.function(key)
         held = [*values, ctypes.c_void_p(0), ctypes.c_void_p(0)]
         places = (ctypes.c_void_p * len(held))(*(ctypes.addressof(each) for each in held))
@@ -152,7 +152,7 @@ class Cubins:
 
 
 class Launching:
-    """A kernel of ``cubins``, by the name of its function."""
+    """A kernel that launches the machine code in ``cubins`` with the name of its function."""
 
     def __init__(self, kernel: triton.JITFunction, cubins: Cubins):
         self.name, self.cubins = kernel.fn.__name__, cubins

@@ -1,4 +1,4 @@
-"""The reference for a session on a GPU: greedy decoding with the packed weights of an export in eager PyTorch."""
+"""The reference for a session on a GPU: greedy decoding in eager PyTorch with the packed weights of an export."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -19,8 +19,8 @@ from eagle3.targets.attention import EagerAttention
 
 NEW_TOKENS = 64
 NEAR_TIE = 0.075
-"""The margin, in standard deviations of the logits, within which kernels that round at other places may choose
-either token."""
+"""The margin, in standard deviations of the logits, within which kernels with different rounding may choose either
+token."""
 
 
 def placed(module: nn.Module, device: str) -> nn.Module:
@@ -45,7 +45,7 @@ class EagerGreedy:
     """Greedy decoding with one token per forward."""
 
     def __init__(self, device: str = "cuda", config: ExportConfig | None = None):
-        """``config``: of the export; without one, of gemma4-tiny on the GPU that is there."""
+        """``config`` is the export's; the default is gemma4-tiny for this machine's GPU."""
         self.device = device
         self.plan: Plan = make_plan(config or ExportConfig("gemma4-tiny"))
         self.speculator = load_speculator(self.plan, EagerAttention, cuda.dtype, cuda.conversion(self.plan))
@@ -55,9 +55,9 @@ class EagerGreedy:
     @torch.no_grad()
     def __call__(self, prompt: list[int], count: int, stops: bool = True) -> tuple[list[int], list[float]]:
         """Return the completion, and for each token the margin by which its logit was the largest, in standard
-        deviations of the logits. Not ``stops``: it goes on behind an end token."""
+        deviations of the logits. Without ``stops``, decoding continues after an end token."""
         ids, margins, fed, start = [], [], prompt, 0
-        here = made_for_here() if self.device == "cuda" else nullcontext()  # K is divided as in an export
+        here = made_for_here() if self.device == "cuda" else nullcontext()  # splits K as an export does
         with small_m_dispatch(self.plan.few_rows), here:
             while len(ids) < count and not (stops and ids and ids[-1] in self.plan.eos_ids):
                 input_pos = torch.arange(start, start + len(fed), device=self.device)

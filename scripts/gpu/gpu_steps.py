@@ -50,7 +50,7 @@ class Report:
         return [Step(**step) for step in found["steps"]] if found["machine"] == self.machine else []
 
     def stage(self, name: str, run: Callable[[], None]) -> None:
-        """Run a stage: ``run`` makes its steps. The stage gets a new time budget, and its earlier steps are dropped."""
+        """Run a stage: ``run`` runs its steps. The stage gets a new time budget, and its earlier steps are dropped."""
         self.name, self._start = name, time.monotonic()
         self.earlier = [step for step in self.earlier if step.stage != name]
         try:

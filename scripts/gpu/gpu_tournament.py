@@ -1,14 +1,15 @@
-"""Times every kernel of few rows and its variants on one model's linears, checks their bits, and prints what to choose.
+"""Times every small-M kernel and its variants on one model's linears, checks their bits, and prints which to choose.
 
     python scripts/gpu/gpu_tournament.py make tournament.tar.xz     # here, without a GPU: machine code, to carry to one
     python scripts/gpu/gpu_tournament.py run tournament.tar.xz      # there; needs torch and this project's sources
 
-The machine code is made by this machine's Triton; there it is launched through CUDA's driver. Stages of a run:
+The machine code is compiled by this machine's Triton; the other machine launches it through CUDA's driver. A run has
+these stages:
 
 1. ``right``: outputs against the plain product, the bits of variants that add in the same order, and counters.
-2. ``gaps``: kernels that do nothing, in a row, launched early and not: what a launch costs in a graph.
-3. ``alone``: each variant on each linear, over weights that no L2 holds, twice: the difference is the noise.
-4. ``resident``: the same over one weight that L2 holds: what is left is not memory's.
+2. ``gaps``: the cost of a launch in a graph, from empty kernels in a row, with and without early launch.
+3. ``alone``: each variant on each linear, over weights larger than any L2, timed twice; the difference is the noise.
+4. ``resident``: the same over one weight that fits into L2, which leaves out the time of memory.
 5. ``layers``: the linears of 60 layers in a row, with waits where attention and norms are, as in a round.
 """
 
@@ -33,20 +34,20 @@ from eagle3.export.lowering.cuda.kernels.sums import counters, gated, made_for_n
 
 STAGES = ("right", "gaps", "alone", "resident", "layers")
 CLOSE = 2**-7
-"""The largest error of an output, as a share of the largest output."""
+"""The largest permitted error of an output, as a share of the largest output."""
 CHECKED = 1024
-"""Outputs at each end, of each half of a gate, that are compared with the plain product."""
+"""The number of outputs at each end, and of each half of a gated linear, that are compared with the plain product."""
 LAYERS, COPIES, EMPTY = 60, 4, 500
 HELD = 30e6
-"""The most bytes of a weight that L2 holds for sure."""
+"""The most bytes of a weight that certainly fits into L2."""
 WAITS = {"sliding_qkv": 10_000, "sliding_o": 2_000, "down": 2_000}
-"""Nanoseconds behind a linear: attention, and norms."""
+"""The nanoseconds of waiting after a linear, in place of attention and of norms."""
 Linears = dict[str, tuple[int, int, str]]
 
 
 @triton.jit
 def wait_kernel(OUT, nanoseconds, EARLY: tl.constexpr):  # noqa: ANN001, ANN201
-    # Takes that long once its inputs are there, like attention or a norm, and reads no memory
+    # Runs for that many nanoseconds after its inputs are ready, like attention or a norm, and reads no memory.
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -80,7 +81,7 @@ def compile_all(folder: Path, linears: Linears) -> dict[str, Any]:
 
 
 def nexts(variant: Variant, linear: str, linears: Linears) -> list[Weight | None]:
-    """Return what may follow a linear: nothing, and in a round the next one."""
+    """Return the weights that may follow a linear: None, and the weight of the next linear in a round."""
     if linear not in ROUND or variant.format != "int4":
         return [None]
     order = [name for name in ROUND if name in linears]
@@ -89,7 +90,7 @@ def nexts(variant: Variant, linear: str, linears: Linears) -> list[Weight | None
 
 
 class Run:
-    """The stages of a run on ``device``, whose findings are collected in ``found``."""
+    """The stages of a run on ``device``, whose results are collected in ``found``."""
 
     def __init__(self, cubins: Cubins, linears: Linears, device: str = "cuda"):
         self.cubins, self.linears, self.device = cubins, linears, device
@@ -103,7 +104,7 @@ class Run:
         return variant.launch(kernel, x, weight, self.arrived, activation, following)
 
     def right(self) -> None:
-        """Raise nothing: a variant that is wrong is noted, and is not timed."""
+        """Check each variant. A wrong variant is recorded and not timed; no error is raised."""
         for linear, (n, k, activation) in self.linears.items():
             for format in dict.fromkeys(variant.format for variant in VARIANTS):
                 common = made(format, n, k, self.device)
@@ -119,7 +120,7 @@ class Run:
         self, variant: Variant, rows: int, weight: Weight, common: Weight, activation: str,
         bits: dict[tuple[str, int], Tensor],
     ) -> str:  # fmt: skip
-        """Return what is wrong with a variant, "" if nothing is. ``bits``: the outputs so far, by order and rows."""
+        """Return the fault of a variant, "" if it has none. ``bits``: the outputs so far, by order and rows."""
         k = dense_columns(variant.format, common)
         x = torch.randn(rows, k, generator=torch.Generator().manual_seed(k)).bfloat16().to(self.device)
         out = self.launch(variant, x, weight, activation)
@@ -206,7 +207,8 @@ class Run:
         return run
 
     def choice(self) -> dict[str, dict[str, Any]]:
-        """Return the fastest right variant of each linear and number of rows, with its gain over the first listed."""
+        """Return the fastest correct variant of each linear and number of rows, with its gain over the first one
+        listed."""
         chosen: dict[str, dict[str, Any]] = {}
         for linear, rows, variant in cases(self.linears):
             timed = self.found["alone"].get(name_of(linear, rows, variant))
@@ -229,7 +231,7 @@ def dense_columns(format: str, weight: Weight) -> int:
 
 
 def expected_of(format: str, weight: Weight, x: Tensor, activation: str) -> tuple[slice, Tensor]:
-    """Return the outputs that are checked, the last ones, and their float32 values by the plain product."""
+    """Return the slice of outputs that are checked, the last ones, and their float32 values by the plain product."""
     outputs = weight[0].shape[0] // (2 if activation else 1)
     some = slice(max(0, outputs - CHECKED), outputs)
 
@@ -244,7 +246,7 @@ def expected_of(format: str, weight: Weight, x: Tensor, activation: str) -> tupl
 
 @click.group()
 def main() -> None:
-    """Compare kernels of few rows on a GPU that comes seldom."""
+    """Compare small-M kernels on a GPU of another machine."""
 
 
 @main.command("make")
@@ -264,13 +266,13 @@ def make(archive: Path) -> None:
 @click.argument("stages", nargs=-1, type=click.Choice(STAGES))
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write what was found here.")
 def run_all(archive: Path, stages: tuple[str, ...], json_file: Path | None) -> None:
-    """Run STAGES (all unless named) on this machine's GPU, and print what to choose."""
+    """Run STAGES (default: all) on this machine's GPU, and print which variants to choose."""
     if not torch.cuda.is_available():
         raise click.ClickException("there is no CUDA GPU here: take the archive to one")
     with tempfile.TemporaryDirectory() as folder, tarfile.open(archive) as packed, made_for_named("sm_90"):
         packed.extractall(folder, filter="data")
         cubins = Cubins(Path(folder), Driver(), lambda: torch.cuda.current_stream().cuda_stream)
-        torch.zeros(1, device="cuda")  # a context
+        torch.zeros(1, device="cuda")  # creates a context
         bandwidth, device = copy_bandwidth(), torch.cuda.get_device_name()
         click.echo(f"{device}: a copy moves {bandwidth / 1e12:.2f} TB/s")
         found = Run(cubins, GEMMA)

@@ -1,7 +1,7 @@
-"""The kernels of few rows and their variants that ``gpu_tournament.py`` compares, and the linears that they run on.
+"""The small-M kernels and variants that ``gpu_tournament.py`` compares, and the linears on which they run.
 
-A new kernel, or another way to launch one, is a line in ``VARIANTS``. Variants of one ``format`` compute the same
-products from the same weights; those of one ``order`` add in the same order, and so give the same bits.
+A new kernel, or another way to launch one, is a line in ``VARIANTS``. Variants with the same ``format`` compute the
+same products from the same weights. Variants with the same ``order`` add in the same order and give the same bits.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ ROUND = {"sliding_qkv": "", "sliding_o": "", "gate_up": GELU_TANH, "down": ""}
 """The linears of a layer of Gemma 4 31B, in the order of a round, with their activations."""
 ALONE = ROUND | {"lm_head": ""}
 NEXT_BYTES = 20 << 20
-"""The most of the next weights that L2 is asked for."""
+"""The most bytes of the next weight that are prefetched into L2."""
 Weight = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``lay_out`` makes its weight of the common one; ``launch(kernel, x, weight, arrived, activation, following)``
-    runs it, ``following`` being the weight of the next matmul."""
+    """A variant of a kernel. ``lay_out`` converts the common weight to its layout; ``launch(kernel, x, weight, arrived,
+    activation, following)`` runs it, where ``following`` is the weight of the next matmul."""
 
     name: str
     format: str
@@ -112,7 +112,7 @@ def made(format: str, n: int, k: int, device: str) -> Weight:
 
 
 def dense(format: str, weight: Weight) -> Tensor:
-    """Return float32 [N, K] of a weight as ``made`` makes it."""
+    """Return a weight made by ``made`` as float32 [N, K]."""
     if format == "bf16":
         return weight[0].float()
     if format == "int8":
@@ -121,7 +121,7 @@ def dense(format: str, weight: Weight) -> Tensor:
 
 
 def cases(linears: dict[str, tuple[int, int, str]]) -> list[tuple[str, int, Variant]]:
-    """Return each linear, number of rows and variant."""
+    """Return all combinations of linear, number of rows and variant."""
     return [
         (linear, rows, variant)
         for linear, (_, _, activation) in linears.items()

@@ -1,10 +1,11 @@
-"""Puts each fault by hand into gemma4-tiny's heads, one at a time and in pairs, and prints what the measurement finds.
+"""Puts wrong readings into gemma4-tiny's heads, one at a time and in pairs, and prints which the measurement finds.
 
     python scripts/survey/check_fit.py [--seed N] [--head draft] [--random N | --played]
 
-A fault is the opposite of a reading: the head's files are made to say something else, so that the reading that undoes
-it is right. ``--random N`` measures heads of random weights, none of which may be repaired. ``--played`` compares the
-expected tokens of a round with those of the runner's own loop on the same prompts, in float32, 8da8w and 8da4w.
+A fault is the opposite of a reading: the head's files are changed to say something else, so that the reading that
+undoes the change is right. ``--random N`` measures heads of random weights, none of which may be repaired. ``--played``
+compares the expected tokens of a round with those of the runner's own loop on the same prompts, in float32, 8da8w and
+8da4w.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def plan_of(head: str, **flags: Any) -> Plan:
 
 
 def faults(plan: Plan) -> Iterator[Fault]:
-    """Yield the head as it is, every single fault, and ``PAIRS`` pairs of two fields' faults."""
+    """Yield the unchanged head, every single fault, and ``PAIRS`` pairs of faults in two fields."""
     fields = KINDS[plan.draft.kind].load().FIELDS
     right = HeadReading(plan.draft, plan.taps, plan.target_config)
     yield Fault({}, plan)
@@ -71,7 +72,7 @@ def _same_taps(pair: tuple[Any, Any]) -> bool:
 
 
 def judged(fit: Fit, fault: Fault, right: HeadReading) -> str:
-    """Return "found", "no pair", "in the noise" (the head as it is read is accepted as often as the right reading), or
+    """Return "found", "no pair", "in the noise" (the faulty head is accepted as often as the right reading), or
     "WRONG"."""
     best = fit.best.reading
     if not fault.changes:
@@ -86,7 +87,7 @@ def judged(fit: Fit, fault: Fault, right: HeadReading) -> str:
 
 
 def _as_good(fit: Fit, right: HeadReading) -> bool:
-    """Return whether the reading that was chosen is accepted as the right one is, within the interval."""
+    """Return True if the chosen reading is accepted as often as the right one, within the confidence interval."""
     found = [each for each in fit.tried if all(f.value(each.reading) == f.value(right) for f in fit.fields)]
     return bool(found) and fit.of(found[0]).length <= fit.of(fit.best).interval[1]
 
@@ -123,7 +124,7 @@ def played(plan: Plan, measured: Measured) -> float:
 
 
 def print_played(heads: list[str], seed: int) -> None:
-    """Print expected and played acceptance lengths of each head and recipe."""
+    """Print the expected acceptance length of each head and recipe, and that of the runner's loop."""
     measured, rows = None, []
     for head in heads:
         fit = None

@@ -1,5 +1,5 @@
-"""Configurations of draft heads by AngelSlim, SafeAILab and SpecForge as they write them: the keys and values that
-decide what a head computes, and what its trainer's code makes of them.
+"""Configurations of draft heads as AngelSlim, SafeAILab and SpecForge write them: the keys and values that decide what
+a head computes, and their meaning in the trainer's code.
 
 Facts from the public configurations and code of Tencent/AngelSlim (``speculative/train/configs``), SafeAILab/EAGLE and
 sgl-project/SpecForge (``configs``) and of heads on the hub, read 2026-11. Keys that change nothing here are left out.

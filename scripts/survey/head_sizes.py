@@ -1,4 +1,4 @@
-"""The sizes of targets, and the form in which ``head_configs.py`` and ``more_head_configs.py`` hold a head."""
+"""The sizes of targets, and the record of a head in ``head_configs.py`` and ``more_head_configs.py``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +67,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A head as its trainer writes it, and what is right for it."""
+    """A head as its trainer writes it, with the expected results of reading it."""
 
     name: str
     trainer: str
@@ -75,13 +75,13 @@ class HeadConfig:
     fields: Json
     """``config.json``, without the sizes."""
     form: str = "layers.0"
-    """The tensors that it has, as ``shapes_of`` of ``survey_heads.py`` names them."""
+    """The form of its tensors, a name that ``shapes_of`` of ``survey_heads.py`` knows."""
     base: float = PLAIN
-    """The base of RoPE that the trainer's code computes with."""
+    """The RoPE base with which the trainer's code computes."""
     window: int = 0
     normed: bool = False
-    """The trainer feeds the normed state."""
+    """True if the trainer feeds the normed state."""
     untold: bool = False
-    """The file cannot tell the base: a line has to say so."""
+    """True if the file does not determine the base, so that a warning line is required."""
     refused: str | None = None
-    """Words of the right refusal, None for a head that has to be read."""
+    """Words that the refusal must contain, None for a head that must be read."""

@@ -1,5 +1,5 @@
-"""Configurations of draft heads by NeMo, ModelOpt, vLLM's model registry, speculators and DeepSpec, and of the DFlash
-family, as ``head_configs.py`` holds those of others.
+"""More configurations of draft heads, in the form of ``head_configs.py``: by NeMo, ModelOpt, vLLM's model registry,
+speculators and DeepSpec, and of the DFlash family.
 
 Facts from NVIDIA-NeMo/Automodel (``components/speculative``, ``recipes/llm``), NVIDIA ModelOpt, vLLM
 (``model_executor/models/registry.py``), vllm-project/speculators, deepseek-ai/DeepSpec, sgl-project/SpecForge
@@ -19,7 +19,7 @@ def heads() -> Iterator[HeadConfig]:
 
 
 def _nemo() -> Iterator[HeadConfig]:
-    """Its files have their target's configuration, with the depth and the kinds of layers."""
+    """Yield NeMo's heads. Their files have the target's configuration with the head's own depth and kinds of layers."""
 
     def of(target: str, eagle1: bool = False, **keys: Any) -> Json:  # noqa: ANN401
         depth = SIZES[target].layers

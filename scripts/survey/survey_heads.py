@@ -2,9 +2,10 @@
 
 ``python scripts/survey/survey_heads.py`` writes each configuration of ``head_configs.py`` and ``more_head_configs.py``
 with the sizes of its target over tensors that take no space on disk, reads it, and compares a small copy with random
-weights with the formulas of its kind. A head that is refused has to be refused for its own reason. One that is read has
-to have the RoPE, window and feature that its trainer's code has; what a file cannot tell has to be said. Anything else
-is a fault of ours, and the exit code is 1. ``--only WORD`` prints the heads with that word in their trainer or name.
+weights with the formulas of its kind. A refused head must be refused for the expected reason. A head that is read must
+have the RoPE, window and feature of its trainer's code; a value that a file leaves open must be reported. Anything else
+is a fault of this project, and the exit code is 1. ``--only WORD`` prints the heads with that word in their trainer or
+name.
 """
 
 import json
@@ -131,7 +132,7 @@ def _dflash(form: str, sizes: Sizes, depth: int, taps: int) -> Shapes:
 
 
 def outcome(head: HeadConfig) -> tuple[str, str]:
-    """Return what becomes of a head, and the line that says it."""
+    """Return the outcome of reading a head, and its line."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made, "head")
         folder.mkdir()
@@ -157,7 +158,7 @@ def described(draft: DraftDescription) -> str:
 
 
 def differences(head: HeadConfig, draft: DraftDescription) -> Iterator[str]:
-    """Yield each property of a head that is read otherwise than its trainer computes it."""
+    """Yield each property of a head whose reading differs from the trainer's computation."""
     rope: dict[str, Any] = draft.layer.rope_parameters
     windows = draft.windows if isinstance(draft, EagleDescription) else (draft.layer.sliding_window or 0,)
     facts = {

@@ -1,9 +1,10 @@
-"""Runs every class of the installed transformers that generates text from text or images through the plan and the twin.
+"""Runs the plan and the twin check for every class of the installed transformers that generates text from text or
+images.
 
 ``python scripts/survey/survey_targets.py`` writes its list into ``targets/README.md``. Each class gets its default
 configuration, with the text part reduced to a twin's sizes, and a checkpoint of zeros that takes no space on disk. The
-outcome is a passed twin check, or a line that says why not. Anything else is a bug of ours, and the exit code is 1.
-``--only NAME`` (repeatable) prints the outcome of single model types.
+outcome is a passed twin check, or a line with the reason of a refusal. Anything else is a bug of this project, and the
+exit code is 1. ``--only NAME`` (repeatable) prints the outcomes of the named model types only.
 """
 
 import json
@@ -47,7 +48,7 @@ GIVEN = {
 }
 """Fields for classes whose defaults do not make a model."""
 CONTEXT = 128  # tokens
-MOST_BYTES = 16e9  # of a checkpoint, whose file is mapped into memory
+MOST_BYTES = 16e9  # the most bytes of a checkpoint, whose file is mapped into memory
 
 
 class Outcome(NamedTuple):
@@ -73,7 +74,7 @@ def tiny(model_type: str, name: str) -> PreTrainedConfig:
     config = CONFIG_MAPPING[model_type](**deepcopy(GIVEN.get(model_type, {})))
     config.architectures = [name]
     text = text_config_of(config)
-    with suppress(Exception):  # then it keeps its sizes, and the plan reports why no twin can be made
+    with suppress(Exception):  # the class keeps its sizes, and the plan reports why it has no twin
         text = shrink(text)
     config = whole_config(text)
     config.architectures = [name]

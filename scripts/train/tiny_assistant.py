@@ -1,8 +1,9 @@
-"""Trains gemma4-tiny's Gemma 4 assistant, unrolled over its own states as in use.
+"""Trains gemma4-tiny's Gemma 4 assistant, unrolled over its own states as in inference.
 
-Step j at slot p embeds token p + 1 + j, takes step j - 1's state (step 0 the target's final state at p), has position
-p + 1, and attends to the target's keys up to p: all slots of a piece at once. It learns the target's own distribution.
-The modules are transformers' own, and so is the folder that is written. Pieces are those of ``tiny_draft.py``.
+Step j at slot p embeds token p + 1 + j, takes step j - 1's state (step 0 the target's final state at p), has position p
++ 1, and attends to the target's keys up to p. All slots of a piece are computed at once. The assistant learns the
+target's own distribution. The modules and the format of the written folder are transformers' own. The pieces are those
+of ``tiny_draft.py``.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,7 @@ def initial_assistant(target: Gemma4ForCausalLM, seed: int) -> Gemma4AssistantFo
 
 
 def masks(length: int, window: int) -> dict[str, torch.Tensor]:
-    """Return what each slot sees, as transformers' eager attention adds it: float [1, 1, T, T] by kind of layer."""
+    """Return the attention masks that transformers' eager attention adds: float [1, 1, T, T] by kind of layer."""
     distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
     seen = {"full_attention": distance >= 0, "sliding_attention": (distance >= 0) & (distance < window)}
     return {kind: torch.zeros(1, 1, length, length).masked_fill(~mask, float("-inf")) for kind, mask in seen.items()}
@@ -72,7 +73,7 @@ def unrolled(
             position_ids=positions,
             shared_kv_states=keys,
             use_cache=False,
-            output_hidden_states=True,  # without it only the last row passes layers that share keys
+            output_hidden_states=True,  # otherwise only the last row passes through layers that share keys
         ).last_hidden_state
         logits.append(assistant.lm_head(out))
         state = assistant.post_projection(out)
@@ -92,7 +93,8 @@ def unrolled_loss(
 
 
 def train_assistant(folder: Path, target_folder: Path, pieces: Pieces, steps: int, seed: int, log: Callable) -> dict:
-    """Train on the target's own greedy completions and a quarter of text. Writes transformers' folder at intervals."""
+    """Train on three quarters of the target's own greedy completions and one quarter of text. Writes a folder in
+    transformers' format at intervals."""
     torch.manual_seed(seed)
     with states_are_shared(Gemma4TextConfig):
         target = Gemma4ForCausalLM.from_pretrained(
@@ -112,7 +114,7 @@ def train_assistant(folder: Path, target_folder: Path, pieces: Pieces, steps: in
 
 
 def save_assistant(assistant: Gemma4AssistantForCausalLM, folder: Path) -> None:
-    """Write the folder in bfloat16, as Google publishes its own."""
+    """Write the folder in bfloat16, as Google publishes its assistants."""
     tensors = {name: value.detach().to(torch.bfloat16) for name, value in assistant.state_dict().items()}
     assistant.save_pretrained(folder, state_dict=tensors)
     assistant.config.dtype = torch.bfloat16

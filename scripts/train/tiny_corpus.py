@@ -1,8 +1,8 @@
-"""The text that gemma4-tiny is trained on: the source of the Python standard library, which any machine with Python
+"""The text on which gemma4-tiny is trained: the source of the Python standard library, which every machine with Python
 has.
 
 Tests and generated tables are left out. The hash of a file's name decides whether it is held out, so the split is the
-same on every machine. Its content depends on the Python version, which the model card names.
+same on every machine. The text depends on the Python version, which the model card names.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
-"""Trains gemma4-tiny's DFlash head: blocks behind positions that are drawn at random, each in one forward.
+"""Trains gemma4-tiny's DFlash head: blocks after random positions, each computed in one forward.
 
 Row r of a block that begins at token a holds the anchor (r = 0) or the mask token, has position a + r, and learns the
-target's own distribution of token a + r. All layers attend to the target's features at the positions before a, as far
-as the window reaches, and to all rows of their own block. Earlier rows weigh more: exp(-(r - 1) / 4), as in the paper
-(DFlash, arXiv 2602.06036). The folder is written as speculators writes its own.
+target's own distribution of token a + r. All layers attend to the target's features at the positions before a within
+the window, and to all rows of the same block. Earlier rows weigh more: exp(-(r - 1) / 4), as in the paper (DFlash,
+arXiv 2602.06036). The folder is written as speculators writes its own.
 """
 
 import json
@@ -23,7 +23,8 @@ from eagle3.export.draft.reading import read_draft
 from eagle3.targets.attention import EagerAttention
 
 TAPS, MASK_TOKEN, ROWS, WINDOW, ANCHORS, DECAY = (1, 3, 5), 3, 8, 128, 32, 4.0
-"""The mask token is <unk>, which no text has; ``ROWS`` of a block; ``ANCHORS``: blocks of a piece in a step."""
+"""The mask token is <unk>, which no text has. ``ROWS``: the rows of a block. ``ANCHORS``: the blocks of a piece in a
+step."""
 LAYERS = 3
 LAYER = {
     "model_type": "qwen3",
@@ -87,15 +88,15 @@ def initial_checkpoint(folder: Path, vocabulary: int, seed: int) -> None:
         norms |= {f"{at}.self_attn.{name}_norm": 64 for name in "qk"}
     tensors = {f"{name}.weight": torch.randn(shape) * 0.5 / shape[1] ** 0.5 for name, shape in shapes.items()}
     tensors |= {f"{name}.weight": torch.ones(size) for name, size in norms.items()}
-    tensors["norm.weight"] *= 0.1  # the rows of Gemma's embedding are long
+    tensors["norm.weight"] *= 0.1  # the rows of Gemma's embedding have large norms
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_tensors(folder, tensors)
 
 
 def mask(anchors: Tensor, length: int) -> Tensor:
-    """Return what the rows of the blocks behind ``anchors`` [A] see: float [A * ROWS, length + A * ROWS], first the
-    context's features, then all rows."""
+    """Return the attention mask of the rows of the blocks after ``anchors`` [A]: float [A * ROWS, length + A * ROWS],
+    with columns for the context's features, then for all rows."""
     distance = anchors[:, None] - torch.arange(length)[None]
     context = ((distance > 0) & (distance <= WINDOW)).repeat_interleave(ROWS, dim=0)
     own = torch.eye(len(anchors), dtype=torch.bool).repeat_interleave(ROWS, 0).repeat_interleave(ROWS, 1)
@@ -104,7 +105,8 @@ def mask(anchors: Tensor, length: int) -> Tensor:
 
 
 def attention(layer: DraftLayer, feature: Tensor, x: Tensor, context: Place, blocks: Place, seen: Tensor) -> Tensor:
-    """feature [B, T, H], rows x [B, R, H] -> [B, R, H]. ``EagerAttention`` runs one sequence at a time."""
+    """Return the attention of rows ``x`` [B, R, H] with ``feature`` [B, T, H]: [B, R, H]. ``EagerAttention`` cannot be
+    used, since it runs one sequence at a time."""
     attn = layer.self_attn
     query = rotated(attn.q_norm(attn.q_proj(x).unflatten(-1, attn.shape)), blocks)
     keys, values = [], []
@@ -150,7 +152,8 @@ def block_loss(head: Head, target: Gemma4ForCausalLM, piece: Tensor) -> Tensor:
 
 
 def train_dflash(folder: Path, target_folder: Path, pieces: Pieces, steps: int, seed: int, log: Callable) -> dict:
-    """Train on the target's own greedy completions and a quarter of text. Writes a speculators folder at intervals."""
+    """Train on three quarters of the target's own greedy completions and one quarter of text. Writes a speculators
+    folder at intervals."""
     torch.manual_seed(seed)
     target = Gemma4ForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval().requires_grad_(False)
     initial_checkpoint(folder, target.config.vocab_size, seed)

@@ -1,9 +1,10 @@
 """Trains gemma4-tiny's EAGLE-3 draft head by training-time test.
 
-Training-time test (EAGLE-3, arXiv 2503.01840): the head is unrolled over its own recurrent features, as in use. Step j
-at slot p embeds token p + 1 + j, takes step j - 1's feature, has position p + j, and attends to the first step's keys
-up to p and to its own slot's keys of the steps between. It learns the target's own distribution. As in the paper there
-are seven steps. Three of four pieces are completions by the target itself; their tokens also make the draft vocabulary.
+In training-time test (EAGLE-3, arXiv 2503.01840) the head is unrolled over its own recurrent features, as in inference.
+Step j at slot p embeds token p + 1 + j, takes step j - 1's feature, has position p + j, and attends to the first step's
+keys up to p and to the keys of its own slot in the steps between. The head learns the target's own distribution. There
+are seven steps, as in the paper. Three of four pieces are completions by the target itself; their tokens also determine
+the draft vocabulary.
 """
 
 import json
@@ -101,7 +102,8 @@ def initial_checkpoint(folder: Path, target: Gemma4ForCausalLM, counts: Counter,
 
 
 class Unroll:
-    """Runs the head's layer over whole sequences for several steps. ``EagerAttention`` runs one sequence at a time."""
+    """Runs the head's layer over a batch of whole sequences for several steps. ``EagerAttention`` runs one sequence at
+    a time."""
 
     def __init__(self, head: DraftHead, length: int):
         self.head, self.attn = head, head.layers[0].self_attn
@@ -110,7 +112,8 @@ class Unroll:
         self.values: list[torch.Tensor] = []
 
     def step(self, tokens: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
-        """tokens [B, T], feature [B, T, H] -> recurrent feature [B, T, H]; call once per step, in order."""
+        """Return the recurrent feature [B, T, H] of ``tokens`` [B, T] and ``feature`` [B, T, H]. Call it once per step,
+        in order."""
         layer, attn, step = self.head.layers[0], self.attn, len(self.keys)
         normed = layer.hidden_norm(feature)
         residual = normed if layer.norm_before_residual else feature
@@ -153,7 +156,8 @@ def unrolled_loss(head: DraftHead, target: Gemma4ForCausalLM, piece: torch.Tenso
 
 
 def train_draft(folder: Path, target_folder: Path, pieces: Pieces, steps: int, seed: int, log: Callable) -> dict:
-    """Train on the target's own greedy completions and a quarter of text. Writes a speculators folder at intervals."""
+    """Train on three quarters of the target's own greedy completions and one quarter of text. Writes a speculators
+    folder at intervals."""
     torch.manual_seed(seed)
     target = Gemma4ForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval().requires_grad_(False)
     counts = Counter(pieces.written[:, 64:].flatten().tolist())

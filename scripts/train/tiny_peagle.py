@@ -1,9 +1,9 @@
-"""Trains gemma4-tiny's P-EAGLE head, which proposes all tokens in one forward, from its EAGLE-3 head.
+"""Trains gemma4-tiny's P-EAGLE head, which proposes all tokens in one forward, starting from the EAGLE-3 head.
 
-It takes over the EAGLE-3 head's tensors. A second layer begins as the identity. Behind slots that are drawn at random,
-rows with the mask token and the mask feature follow, one for each further token. Row d behind slot p has position
-p + d, attends to the slots up to p and to the rows before it behind the same slot, and learns the target's own
-distribution of token p + d + 2 (P-EAGLE, arXiv 2602.01469). The folder is written as speculators writes its own.
+The head starts with the EAGLE-3 head's tensors, and with a second layer that is the identity. After random slots, rows
+with the mask token and the mask feature follow, one for each further token. Row d after slot p has position p + d,
+attends to the slots up to p and to the earlier rows after the same slot, and learns the target's own distribution of
+token p + d + 2 (P-EAGLE, arXiv 2602.01469). The folder is written as speculators writes its own.
 """
 
 import json
@@ -25,8 +25,8 @@ from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 
 MASK_TOKEN, PROPOSALS, ANCHORS, LAYERS = 3, 7, 32, 2
-"""The mask token is <unk>, which no text has; ``PROPOSALS`` of a slot, one by its own row; ``ANCHORS``: the slots of a
-piece behind which mask rows follow in a step."""
+"""The mask token is <unk>, which no text has. ``PROPOSALS``: the proposals of a slot, one of them by its own row.
+``ANCHORS``: the slots of a piece that are followed by mask rows in a step."""
 
 
 def initial_checkpoint(folder: Path, eagle3: Path, seed: int) -> None:
@@ -53,7 +53,7 @@ def initial_checkpoint(folder: Path, eagle3: Path, seed: int) -> None:
 
 
 class WholeSequences(nn.Module):
-    """Attention within a batch of sequences [B, R], without a cache. ``EagerAttention`` runs one sequence at a time."""
+    """Attention within a batch of sequences [B, R] without a cache. ``EagerAttention`` runs one sequence at a time."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: float, *_: None) -> Tensor:
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
@@ -62,7 +62,7 @@ class WholeSequences(nn.Module):
 
 
 class Trained(nn.Module):
-    """The head and its mask feature, which the head itself keeps as a constant."""
+    """The head, and its mask feature as a trainable parameter; the head itself has it as a constant."""
 
     def __init__(self, head: DraftHead, mask_hidden: Tensor):
         super().__init__()
@@ -70,7 +70,7 @@ class Trained(nn.Module):
 
 
 def mask(anchors: Tensor, length: int) -> Tensor:
-    """Return what ``length`` slots and the mask rows behind the slots ``anchors`` [A] attend to: float [R, R]."""
+    """Return the attention mask of ``length`` slots and the mask rows after the slots ``anchors`` [A]: float [R, R]."""
     owner = torch.cat((torch.arange(length), anchors.repeat_interleave(PROPOSALS - 1)))
     depth = torch.cat((torch.zeros(length, dtype=torch.long), torch.arange(1, PROPOSALS).repeat(len(anchors))))
     slots = (depth == 0)[None] & (owner[None] <= owner[:, None])
@@ -79,7 +79,7 @@ def mask(anchors: Tensor, length: int) -> Tensor:
 
 
 def all_rows(head: DraftHead, mask_feature: Tensor, tokens: Tensor, feature: Tensor, anchors: Tensor) -> Tensor:
-    """Return the states of all slots and of the mask rows behind those of ``anchors``, slot by slot.
+    """Return the states of all slots, then of the mask rows after the slots ``anchors``, slot by slot.
 
     Args:
         mask_feature: [1, 1, H]
@@ -102,7 +102,7 @@ def all_rows(head: DraftHead, mask_feature: Tensor, tokens: Tensor, feature: Ten
 
 
 def places(anchors: Tensor) -> Tensor:
-    """Return the positions of the mask rows behind the slots ``anchors`` [A]: int64 [A * (PROPOSALS - 1)]."""
+    """Return the positions of the mask rows after the slots ``anchors`` [A]: int64 [A * (PROPOSALS - 1)]."""
     return (anchors[:, None] + torch.arange(1, PROPOSALS)).flatten()
 
 
@@ -127,8 +127,8 @@ def parallel_loss(trained: Trained, target: Gemma4ForCausalLM, piece: Tensor) ->
 
 
 def train_peagle(folder: Path, target_folder: Path, pieces: Pieces, steps: int, seed: int, log: Callable) -> dict:
-    """Train on the target's own greedy completions and a quarter of text, from the EAGLE-3 head beside ``folder``.
-    Writes a speculators folder at intervals."""
+    """Train on three quarters of the target's own greedy completions and one quarter of text, starting from the EAGLE-3
+    head beside ``folder``. Writes a speculators folder at intervals."""
     target = Gemma4ForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval().requires_grad_(False)
     initial_checkpoint(folder, folder.parent / "draft", seed)
     draft = read_draft(folder)

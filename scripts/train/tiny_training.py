@@ -1,5 +1,5 @@
-"""Shared by the trainings of gemma4-tiny's draft heads: the pieces, the loop, the folder's tensors, and the measured
-acceptance."""
+"""Functions that the trainings of gemma4-tiny's draft heads share: pieces of text, the loop, the tensors of a folder,
+the measured acceptance."""
 
 import time
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def greedy_continuations(
 
 @dataclass(frozen=True)
 class Pieces:
-    """The batches of a training: 12 of the target's own completions and 4 crops of text."""
+    """The batches of a training: 12 completions by the target itself and 4 crops of text."""
 
     stream: np.ndarray
     written: torch.Tensor
@@ -87,13 +87,14 @@ def train(
 
 
 def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the tensors in bfloat16, as heads are published. With one metadata key the file is reproducible."""
+    """Write the tensors in bfloat16, as published heads have them. A single metadata key keeps the file
+    reproducible."""
     stored = {n: t.detach().to(torch.bfloat16).contiguous() if t.is_floating_point() else t for n, t in tensors.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def measure_acceptance(target_folder: Path, draft_folder: Path, prompts: list[list[int]], new_tokens: int) -> dict:
-    """Return the statistics of the product's own loop over the eager speculator, in float32, at chain length 3."""
+    """Return the statistics of the runner's own loop with the eager speculator, in float32, at chain length 3."""
     config = ExportConfig(
         "gemma4-tiny", checkpoint=target_folder, draft=draft_folder, backend="xnnpack", chain_len=MEASURED_CHAIN
     )

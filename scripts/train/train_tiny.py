@@ -3,9 +3,9 @@
     python scripts/train/train_tiny.py                      # tokenizer, target, four draft heads: six hours on 2 cores
     python scripts/train/train_tiny.py --only dflash        # one head alone, on the existing target
 
-Writes ``targets/gemma4_tiny/{target,draft,peagle,assistant,dflash}`` and the figures that the model card quotes,
-``training.json``. The same Python version and the same seed read the same text in the same order; floating-point sums
-differ between machines, so the weights agree in quality, not in bits.
+It writes ``targets/gemma4_tiny/{target,draft,peagle,assistant,dflash}`` and ``training.json``, the figures that the
+model card quotes. With the same Python version and seed the text and its order are the same. Floating-point sums differ
+between machines, so the weights agree in quality, not in bits.
 """
 
 import json
@@ -25,7 +25,7 @@ CHECKPOINT = Path(__file__).resolve().parents[2] / "targets" / "gemma4_tiny"
 VOCABULARY = 2048
 HELD_OUT_PROMPTS = 40
 HEADS = ("draft", "peagle", "assistant", "dflash")
-"""Heads by the names of their folders: EAGLE-3, P-EAGLE from the EAGLE-3 head, a Gemma 4 assistant, DFlash."""
+"""The heads by the names of their folders: EAGLE-3, P-EAGLE (from the EAGLE-3 head), a Gemma 4 assistant, DFlash."""
 
 
 def log(line: str) -> None:
@@ -33,7 +33,7 @@ def log(line: str) -> None:
 
 
 def trainings() -> dict[str, Callable[[Path, Path, Pieces, int, int, Callable[[str], None]], dict]]:
-    """Maps the name of a head's folder to what trains it."""
+    """Return the training function for each name of a head's folder."""
     from tiny_assistant import train_assistant
     from tiny_dflash import train_dflash
     from tiny_draft import train_draft

@@ -1,4 +1,4 @@
-"""The exported gemma4-tiny is its target: same tokens as transformers, same numbers as the eager module."""
+"""The exported gemma4-tiny gives the tokens of transformers and the numbers of the eager module."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def transformers_greedy(reference, prompt, count):
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8, 9, 10, 63, 64, 65, 73, 150, 400])
-def test_tokens_are_transformers_greedy_ones(length, session, reference):
+def test_tokens_equal_transformers_greedy_tokens(length, session, reference):
     prompt = some_tokens(length, seed=length)
     result = complete(session, prompt, max_new_tokens=80)
     assert result.token_ids == transformers_greedy(reference, prompt, 80)
@@ -91,7 +91,7 @@ def test_every_method_gives_the_eager_modules_numbers_for_every_window(session, 
         torch.testing.assert_close((feature, logits), (expected, expected_logits), atol=1e-4, rtol=1e-4)
 
 
-def test_a_rejected_window_written_again_leaves_no_trace(session):
+def test_writing_over_a_rejected_window_leaves_no_trace_of_it(session):
     prompt = torch.tensor([some_tokens(64, seed=11)])
     window, wrong = torch.tensor([some_tokens(4, seed=12)]), torch.tensor([some_tokens(4, seed=13)])
     at = torch.arange(64, 68)
@@ -114,7 +114,7 @@ def test_json_has_tokens_text_and_statistics(artifact, session):
     assert (again["token_ids"], again["text"]) == (record["token_ids"], record["text"])
 
 
-def test_text_on_stdout_is_the_text_of_the_json_and_statistics_go_to_stderr(artifact):
+def test_stdout_has_the_text_of_the_json_and_stderr_the_statistics(artifact):
     args = (artifact, "--prompt", TEXT, "--max-new-tokens", 30)
     plain = run_command(run_main, *args)
     record = json.loads(run_command(run_main, *args, "--json").stdout)
@@ -122,14 +122,16 @@ def test_text_on_stdout_is_the_text_of_the_json_and_statistics_go_to_stderr(arti
     assert "mean acceptance length" in plain.stderr
 
 
-def test_the_draft_head_is_worth_its_while(session, reference):
-    """A wrong tap or a wrong map accepts about 1%; this one was trained to more than two tokens a round."""
+def test_the_draft_head_is_accepted_as_often_as_it_was_trained_to_be(session, reference):
+    """Check the acceptance rate. With a wrong tap or vocabulary map it would be about 1%; this head was trained to more
+    than two tokens per round."""
     stats = complete(session, transformers_greedy(reference, some_tokens(9), 100), max_new_tokens=300).stats
     assert stats.mean_acceptance_length > 2
 
 
-def test_constants_are_those_that_the_runtime_gives(artifact):
-    """The program itself is read: the runtime's bindings give no tensor to a PyTorch of another version."""
+def test_constants_read_from_the_program_equal_those_of_the_runtime(artifact):
+    """Compare with the program itself, since the runtime's bindings return no tensor to a PyTorch of another
+    version."""
     program = load_runtime().load_program(artifact / MODEL_FILE)
     found, methods = read_constants(artifact / MODEL_FILE)
     assert methods == {*METHODS, DECODE} and set(found) == program.method_names - methods
@@ -154,7 +156,7 @@ def test_opening_an_artifact_executes_nothing_and_imports_no_compiler(artifact):
     assert done.stdout == "torch.Size([1024]) []\n", done.stderr
 
 
-def test_a_damaged_program_is_said(artifact, tmp_path):
+def test_a_damaged_program_is_refused_with_one_line(artifact, tmp_path):
     whole = (artifact / MODEL_FILE).read_bytes()
     damaged = tmp_path / MODEL_FILE
     root = int.from_bytes(whole[:4], "little")

@@ -1,4 +1,4 @@
-"""Every bad input is one line that says what does not fit, exit 1 or 2, and nothing half written."""
+"""Every bad input gives one error line with the fault, exit code 1 or 2, and no half-written output."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ EXPORT = ("--target-model", "gemma4-tiny", "--backend", "xnnpack")
 
 
 def export_fails(tmp_path, *args, base=EXPORT) -> tuple[int, str]:
-    """Export into an empty place; whatever the failure, the place stays empty."""
+    """Run an export that fails, and check that it leaves the output folder empty."""
     outcome = fail_command(export_main, *base, "--output-dir", tmp_path / "place" / "out", *args)
     place = tmp_path / "place"
     assert not place.exists() or list(place.iterdir()) == []
@@ -33,7 +33,7 @@ def export_fails(tmp_path, *args, base=EXPORT) -> tuple[int, str]:
 
 @pytest.fixture
 def copied(tmp_path):
-    """Copies of the shipped target and draft to spoil."""
+    """A function that copies the shipped target or draft, so that a test can damage it."""
 
     def copy(which: str) -> Path:
         return Path(shutil.copytree(getattr(TINY, which), tmp_path / f"copied-{which}"))
@@ -62,12 +62,12 @@ def test_an_unknown_target_is_a_usage_error_that_lists_the_known(tmp_path):
         ("--draft", "non", "none"),
     ],
 )
-def test_a_mistyped_name_is_met_with_the_closest_one(flag, typed, meant, tmp_path):
+def test_the_error_for_a_mistyped_name_suggests_the_closest_one(flag, typed, meant, tmp_path):
     _, line = export_fails(tmp_path, flag, typed)
     assert f"Did you mean {meant!r}?" in line
 
 
-def test_a_name_that_is_close_to_none_is_met_with_no_suggestion(tmp_path):
+def test_the_error_for_a_name_close_to_none_has_no_suggestion(tmp_path):
     for flag in ("--target-model", "--draft"):
         assert "Did you mean" not in export_fails(tmp_path, flag, "zzzzzz")[1]
 
@@ -98,7 +98,7 @@ def test_truncated_weights_are_named(which, size, copied, tmp_path):
 
 @pytest.mark.parametrize("which", ["checkpoint", "draft"])
 @pytest.mark.parametrize("path", ["nowhere", "/no/where", "../no/where", "./name", "models/a/b", "org/file.gguf"])
-def test_a_path_that_is_not_there_and_no_name_on_the_hub_is_said_to_be_neither(which, path, tmp_path):
+def test_an_argument_that_is_neither_a_path_nor_a_hub_name_is_refused_as_such(which, path, tmp_path):
     said = "GGUF heads are not read" if (which, path[-5:]) == ("draft", ".gguf") else "of the Hugging Face hub"
     code, line = export_fails(tmp_path, f"--{which}", path)
     assert (code, said in line) == (1, True), line
@@ -123,14 +123,14 @@ LAST_MLP = "model.layers.5.mlp.up_proj.weight"
         (lambda tensors: tensors.update({LAST_MLP: tensors[LAST_MLP].to(torch.float8_e4m3fn)}), "quantized"),
     ],
 )
-def test_a_target_with_a_tensor_missing_misshapen_or_quantized(change, says, copied, tmp_path):
+def test_a_target_with_a_missing_misshapen_or_quantized_tensor_is_refused(change, says, copied, tmp_path):
     folder = copied("checkpoint")
     respoil(folder / "model.safetensors", change)
     code, line = export_fails(tmp_path, "--checkpoint", folder)
     assert (code, says in line) == (1, True), line
 
 
-def test_a_draft_for_another_hidden_size(tmp_path):
+def test_a_draft_for_another_hidden_size_is_refused(tmp_path):
     config = tiny_config()
     config.hidden_size = 192
     draft = save_random_draft(tmp_path / "draft", config)
@@ -139,7 +139,7 @@ def test_a_draft_for_another_hidden_size(tmp_path):
     assert "576" in line and "256" in line and "pair" in line
 
 
-def test_a_draft_for_another_vocabulary(tmp_path):
+def test_a_draft_for_another_vocabulary_is_refused(tmp_path):
     config = tiny_config()
     config.vocab_size = 3000
     code, line = export_fails(tmp_path, "--draft", save_random_draft(tmp_path / "draft", config))
@@ -148,7 +148,7 @@ def test_a_draft_for_another_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize("layers", ["1,3", "1,2,3,4"])
-def test_the_wrong_number_of_taps(layers, tmp_path):
+def test_a_wrong_number_of_taps_is_refused(layers, tmp_path):
     code, line = export_fails(tmp_path, "--aux-layers", layers)
     assert code == 1
     assert "3 taps" in line and "--aux-layers" in line
@@ -157,18 +157,18 @@ def test_the_wrong_number_of_taps(layers, tmp_path):
 @pytest.mark.parametrize(
     ("layers", "convention"), [("1,3,7", "input"), ("3,1,5", "input"), ("3,3,5", "input"), ("1,3,6", "output")]
 )
-def test_taps_that_the_target_does_not_have(layers, convention, tmp_path):
+def test_taps_beyond_the_targets_layers_are_refused(layers, convention, tmp_path):
     code, line = export_fails(tmp_path, "--aux-layers", layers, "--aux-convention", convention)
     assert (code, "6 layers" in line) == (1, True)
 
 
-def test_a_vocabulary_map_of_ids_instead_of_offsets(tmp_path):
+def test_a_vocabulary_map_of_ids_instead_of_offsets_is_refused(tmp_path):
     draft = save_random_draft(tmp_path / "draft", tiny_config(), changes={"d2t": torch.arange(48) * 3 + 2000})
     code, line = export_fails(tmp_path, "--draft", draft)
     assert (code, "offsets" in line) == (1, True)
 
 
-def test_a_head_with_a_tensor_missing_or_of_another_shape(tmp_path):
+def test_a_head_with_a_missing_or_misshapen_tensor_is_refused(tmp_path):
     name = "layers.0.mlp.up_proj.weight"
     draft = save_random_draft(tmp_path / "missing", tiny_config(), changes={name: None})
     assert "lacks layers.0.mlp.up_proj.weight" in export_fails(tmp_path, "--draft", draft)[1]
@@ -177,7 +177,7 @@ def test_a_head_with_a_tensor_missing_or_of_another_shape(tmp_path):
     assert "[256, 256]" in line and "[512, 256]" in line
 
 
-def test_a_head_without_a_norm_and_one_of_another_kind_are_told_apart(tmp_path):
+def test_a_head_without_a_norm_and_a_head_of_another_kind_have_different_errors(tmp_path):
     changes = {"layers.0.hidden_norm.weight": None}
     draft = save_random_draft(tmp_path / "draft", tiny_config(), changes=changes)
     assert "lacks layers.0.hidden_norm.weight" in export_fails(tmp_path, "--draft", draft)[1]
@@ -196,7 +196,7 @@ def test_a_lossy_proposal_method_is_refused(key, value, tmp_path):
     assert key in line and "lossy" in line
 
 
-def test_a_checkpoint_of_another_target_kind(tmp_path, checkpoints):
+def test_a_checkpoint_of_another_target_family_is_refused(tmp_path, checkpoints):
     _, folder = checkpoints("llama3.1-8B")
     code, line = export_fails(tmp_path, "--checkpoint", folder)
     assert code == 1
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_another_target_kind(tmp_path, checkpoints):
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--chain-len", 0), ("--chain-len", 16), ("--max-seq-len", 4)])
-def test_lengths_that_no_target_takes_are_usage_errors(flag, value, tmp_path):
+def test_lengths_that_no_target_supports_are_usage_errors(flag, value, tmp_path):
     code, line = export_fails(tmp_path, flag, value)
     assert (code, flag in line) == (2, True)
 
@@ -220,7 +220,7 @@ def test_lengths_that_no_target_takes_are_usage_errors(flag, value, tmp_path):
         ("--qlinear", "default", "xnnpack"),
     ],
 )
-def test_lengths_and_flags_that_do_not_fit_say_what_does(flag, value, says, tmp_path):
+def test_errors_for_lengths_and_flags_that_do_not_fit_say_which_values_do(flag, value, says, tmp_path):
     code, line = export_fails(tmp_path, flag, value)
     assert code == 1
     assert flag in line and says in line
@@ -283,12 +283,12 @@ def test_a_dry_run_writes_nothing_and_reads_no_weights(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [run_main, bench_main])
-def test_a_file_of_prompts_that_is_not_there_is_a_usage_error(command, artifact, tmp_path):
+def test_a_missing_file_of_prompts_is_a_usage_error(command, artifact, tmp_path):
     code, line = fail_command(command, artifact, "--prompts", tmp_path / "nope.jsonl")
     assert code == 2 and "--prompts" in line and "nope.jsonl' does not exist" in line
 
 
-def test_a_prompt_that_cannot_be(artifact, tmp_path):
+def test_an_invalid_prompt_is_refused_in_one_line(artifact, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     assert fail_command(run_main, artifact)[0] == 2
@@ -303,7 +303,7 @@ def test_a_prompt_that_cannot_be(artifact, tmp_path):
     assert "chain length 4" in fail_command(run_main, artifact, "--prompt", "a", "--chain-len", 4)[1]
 
 
-def test_an_artifact_that_is_none(artifact, tmp_path):
+def test_a_path_that_is_no_artifact_is_refused_in_one_line(artifact, tmp_path):
     assert "is missing" in fail_command(run_main, tmp_path, "--prompt", "a")[1]
     foreign = tmp_path / "model.pte"
     foreign.write_bytes(b"PK\x03\x04" + bytes(2000))
@@ -315,7 +315,7 @@ def test_an_artifact_that_is_none(artifact, tmp_path):
         assert (code, str(foreign) in line) == (1, True), line
 
 
-def test_a_program_without_our_metadata_is_refused_by_the_name_it_lacks(tmp_path):
+def test_a_program_without_our_metadata_is_refused_with_the_missing_name(tmp_path):
     from executorch.exir import to_edge
 
     program = to_edge(torch.export.export(torch.nn.Linear(4, 4), (torch.zeros(1, 4),)))

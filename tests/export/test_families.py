@@ -1,5 +1,5 @@
-"""Families and kinds of draft head exported and run, and a family that nobody named: random weights, and the tokens are
-greedy decoding's."""
+"""Families and kinds of draft head with random weights, and a family of no table, are exported and run: their tokens
+equal greedy decoding."""
 
 import json
 
@@ -31,7 +31,7 @@ TAPS = {
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_its_tokens_are_greedy_decodings(name, family_exports):
+def test_an_exported_familys_tokens_equal_greedy_decoding(name, family_exports):
     model, out = family_model(name), family_exports / name / "out"
     record = json.loads((out / "export.json").read_text())
     assert record["check"]["compared_with_eager"]
@@ -53,8 +53,8 @@ def test_its_tokens_are_greedy_decodings(name, family_exports):
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTS if name not in WITHOUT_DRAFT_CACHE])
-def test_draft_slots_beyond_a_window_are_the_eager_heads(name, family_exports):
-    """Tokens come in chunks and one by one."""
+def test_draft_slots_beyond_a_window_equal_the_eager_heads(name, family_exports):
+    """Tokens are given in chunks and one by one."""
     session = open_session(open_artifact(family_exports / name / "out"))
     speculator = load_speculator(family_plan(name, family_exports / name), EagerAttention, torch.float32)
     generator = torch.Generator().manual_seed(9)
@@ -69,9 +69,9 @@ def test_draft_slots_beyond_a_window_are_the_eager_heads(name, family_exports):
 
 
 @pytest.mark.parametrize("name", WITHOUT_DRAFT_CACHE)
-def test_a_head_without_a_cache_proposes_what_the_eager_one_does(name, family_exports):
-    """Prefill, then a verify window whose last rows are rejected: past the ring of two windows. An assistant reads what
-    the target's methods wrote."""
+def test_a_head_without_a_cache_proposes_the_tokens_of_the_eager_head(name, family_exports):
+    """The calls are a prefill, then a verify window whose last rows are rejected, beyond the ring of two windows. An
+    assistant reads the caches that the target's methods wrote."""
     session = open_session(open_artifact(family_exports / name / "out"))
     speculator = load_speculator(family_plan(name, family_exports / name), EagerAttention, torch.float32)
     generator = torch.Generator().manual_seed(9)
@@ -90,7 +90,7 @@ def test_a_head_without_a_cache_proposes_what_the_eager_one_does(name, family_ex
 
 
 @pytest.mark.parametrize("name", WITHOUT_LOGITS)
-def test_without_logits_a_file_is_what_the_first_runners_take(name, family_exports):
+def test_an_artifact_without_logits_has_the_first_format_version(name, family_exports):
     found = json.loads(run_command(inspect_main, family_exports / name / "out", "--json").stdout)
     assert not {"get_has_logits", "get_draft_ids"} & set(found["metadata"])  # its head has a vocabulary of its own
     assert found["metadata"]["get_draft_vocab_size"] < found["metadata"]["get_vocab_size"]

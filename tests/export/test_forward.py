@@ -1,4 +1,4 @@
-"""``forward``: the same file in ExecuTorch's own runner, and its numbers by the eager module."""
+"""An artifact with ``forward`` runs in ExecuTorch's own runner, and its numbers equal the eager module's."""
 
 import json
 import subprocess
@@ -37,9 +37,9 @@ json.dump(generations, open(sys.argv[1], "w"))
 """
 
 
-def test_executorchs_own_runner_says_the_tokens_that_ours_does(family_exports, tmp_path):
-    """ExecuTorch's runner has a process of its own, which it ends over what it does not like. Prompts are of one token,
-    below a chunk, a chunk, one more (the method's least length), and several."""
+def test_executorchs_own_runner_gives_the_tokens_of_ours(family_exports, tmp_path):
+    """ExecuTorch's runner has a process of its own, because it ends the process for some errors. The prompts have one
+    token, fewer tokens than a chunk, one chunk, one token more, and several chunks."""
     out, asked = family_exports / "gemma4-31B" / "out", tmp_path / "asked.json"
     artifact, text = open_artifact(out), Text(out)
     longest = artifact.metadata.forward_len
@@ -57,7 +57,7 @@ def test_executorchs_own_runner_says_the_tokens_that_ours_does(family_exports, t
 
 
 @pytest.mark.parametrize("name", WITH_FORWARD)
-def test_its_logits_are_the_eager_modules_from_one_row_on_and_its_cache_is_the_targets(name, family_exports):
+def test_forward_gives_the_eager_modules_logits_and_shares_the_targets_cache(name, family_exports):
     artifact = open_artifact(family_exports / name / "out")
     load_llm_ops(load_runtime())
     program = load_runtime().load_program(artifact.model)
@@ -80,7 +80,7 @@ def test_its_logits_are_the_eager_modules_from_one_row_on_and_its_cache_is_the_t
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_said_of_it(family_exports):
+def test_forward_is_described_in_metadata_and_inspect(family_exports):
     out = family_exports / "gemma4-31B" / "out"
     found = json.loads(run_command(inspect_main, out, "--json").stdout)
     method, constants = found["methods"][FORWARD], found["metadata"]
@@ -91,7 +91,7 @@ def test_what_is_said_of_it(family_exports):
     assert open_artifact(out).metadata.max_seq_len == 128
 
 
-def test_beside_decode_it_is_refused(tmp_path):
+def test_forward_and_decode_in_one_export_are_refused(tmp_path):
     code, line = fail_command(export_main, *EXPORT, "--with-decode", "--output-dir", tmp_path / "out")
     assert code == 1 and "ExecuTorch's own runner" in line and "leave one of the two out" in line
     assert not (tmp_path / "out").exists()

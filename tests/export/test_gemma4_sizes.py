@@ -1,5 +1,5 @@
-"""Gemma 4 E2B, E4B and 26B-A4B: layers that share keys, per-layer inputs and experts, in the shapes as published and
-small, against transformers."""
+"""Gemma 4 E2B, E4B and 26B-A4B equal transformers, with shared keys, per-layer inputs and experts, in published and in
+small shapes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ STORED = {"gemma4-E2B": (13, 14), "gemma4-E4B": (22, 23)}  # the last sliding an
 
 
 def small_config(name: str) -> Gemma4TextConfig:
-    """Every layer of the published shape, each of them small."""
+    """Return a configuration with all layers of the published one, each of them small."""
     return config_of(name, **SMALL, **({} if "26B" in name else {"hidden_size_per_layer_input": 8}))
 
 
@@ -47,7 +47,7 @@ def loaded(model, folder: Path):
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_all_layers_in_chunks_windows_steps_and_rollbacks(name, tmp_path):
+def test_all_gemma4_layers_equal_transformers_in_chunks_windows_steps_and_rollbacks(name, tmp_path):
     config = small_config(name)
     model = Gemma4ForCausalLM(config).eval().requires_grad_(False)
     randomize(model, seed=3)
@@ -88,7 +88,7 @@ def test_layers_that_share_keys_have_no_cache(name, tmp_path):
     assert len([name for name, _ in target.named_modules() if name.endswith("kv_attention")]) == own
 
 
-def test_full_layers_of_a_model_with_experts_have_their_own_count_of_keys():
+def test_full_layers_of_gemma4_with_experts_have_their_own_number_of_kv_heads():
     shapes = []
     family = TARGETS["gemma4-26B-A4B"].module()
     model = family.skeleton(config_of("gemma4-26B-A4B"), 4096).model
@@ -101,7 +101,7 @@ def test_full_layers_of_a_model_with_experts_have_their_own_count_of_keys():
 
 @pytest.mark.parametrize("name", ["gemma4-E2B", "gemma4-26B-A4B"])
 @pytest.mark.parametrize("kind", ["Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"])
-def test_it_is_the_class_that_its_file_names(name, kind, tmp_path):
+def test_a_gemma4_checkpoint_is_read_as_the_class_that_its_file_names(name, kind, tmp_path):
     config = Gemma4Config(text_config=random_model(name).config.to_dict())
     config.architectures = [kind]
     config.save_pretrained(tmp_path)
@@ -112,8 +112,8 @@ def test_it_is_the_class_that_its_file_names(name, kind, tmp_path):
 
 @pytest.fixture(scope="module")
 def multimodal(tmp_path_factory):
-    """E2B's text part under the names of ``Gemma4ForConditionalGeneration``. Published files also hold keys and values
-    of the layers that share others', which transformers leaves out; and a head."""
+    """A checkpoint of E2B's text part under the names of ``Gemma4ForConditionalGeneration``, and a head. Like published
+    files, it also has key and value weights of the layers that share keys, which transformers ignores."""
     folder = tmp_path_factory.mktemp("multimodal")
     model = random_model("gemma4-E2B")
     config = Gemma4Config(text_config=model.config.to_dict(), architectures=["Gemma4ForConditionalGeneration"])
@@ -131,7 +131,7 @@ def flags(folder: Path, **others) -> ExportConfig:
     return ExportConfig("gemma4-E2B", **given | {"backend": "xnnpack"} | others)
 
 
-def test_a_multimodal_file_is_read_without_the_keys_that_nobody_uses(multimodal, tmp_path):
+def test_a_multimodal_file_is_read_without_unused_key_weights(multimodal, tmp_path):
     model, folder = multimodal
     plan = prepare(flags(folder, output_dir=tmp_path / "out", dry_run=True)).plan
     assert not [name for name in plan.target_headers if "layers.5.self_attn.k_" in name]
@@ -143,7 +143,7 @@ def test_a_multimodal_file_is_read_without_the_keys_that_nobody_uses(multimodal,
     torch.testing.assert_close(found, model(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_keys_of_a_layer_that_has_its_own_place_are_not_left_out(multimodal, tmp_path):
+def test_key_weights_of_a_layer_with_its_own_cache_are_not_left_out(multimodal, tmp_path):
     _, folder = multimodal
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text((folder / "target" / "config.json").read_text())
@@ -157,8 +157,9 @@ def test_keys_of_a_layer_that_has_its_own_place_are_not_left_out(multimodal, tmp
 @pytest.mark.parametrize(
     "kinds", [{}, {"per_layer_token_embd.weight": "Q8_0", "_proj.weight": "Q8_0"}], ids=["F32", "Q8_0"]
 )
-def test_a_gguf_file_holds_the_same_model(kinds, multimodal, tmp_path):
-    """As llama.cpp's converter writes it (``Gemma4Model`` there): keys of layers that share others' are in it too."""
+def test_a_gguf_file_of_gemma4_gives_the_same_model(kinds, multimodal, tmp_path):
+    """The file is as llama.cpp's converter writes it (``Gemma4Model`` there), with key weights of the layers that share
+    keys."""
     model, folder = multimodal
     fields = {"feed_forward_length": [128] * 4 + [256] * 2, "attention.shared_kv_layers": 2}
     fields |= {"embedding_length_per_layer_input": 32}
@@ -174,7 +175,7 @@ def test_a_gguf_file_holds_the_same_model(kinds, multimodal, tmp_path):
         make_plan(flags(folder, checkpoint=file, config_folder=folder / "target"))
 
 
-def test_a_gguf_file_of_experts_is_refused_by_name(tmp_path):
+def test_a_gguf_file_of_gemma4_with_experts_is_refused_by_name(tmp_path):
     model = random_model("gemma4-26B-A4B")
     model.save_pretrained(tmp_path / "target")
     save_random_draft(tmp_path / "draft", model.config)
@@ -187,7 +188,7 @@ def test_a_gguf_file_of_experts_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(("layers", "sharing"), [(None, 4), (8, 2)])
-def test_with_random_weights_the_table_has_a_part_for_each_layer(layers, sharing, tmp_path):
+def test_with_random_weights_the_per_layer_table_has_a_part_for_each_layer(layers, sharing, tmp_path):
     random_model("gemma4-E2B", num_hidden_layers=10).save_pretrained(tmp_path / "target")
     with random_weights(flags(tmp_path, draft=Path("none"), layers=layers)) as config:
         plan = make_plan(config)
@@ -200,7 +201,8 @@ def test_with_random_weights_the_table_has_a_part_for_each_layer(layers, sharing
 
 
 def test_the_table_of_per_layer_inputs_is_quantized_and_counted(multimodal):
-    """On the CPU by --qembedding; on CUDA, which looks up no INT4, to INT8 with a scale for each layer's part."""
+    """On the CPU --qembedding decides; on CUDA, whose embeddings are never INT4, it is INT8 with a scale for each
+    layer's part."""
     _, folder = multimodal
     plan = make_plan(flags(folder, qlinear="8da8w"))
     model = plan.skeleton.model
@@ -216,7 +218,7 @@ def test_the_table_of_per_layer_inputs_is_quantized_and_counted(multimodal):
 
 
 @pytest.mark.parametrize("name", ["default", "sensitive"])
-def test_routers_are_not_quantized(name, tmp_path):
+def test_gemma4_routers_are_not_quantized(name, tmp_path):
     config = random_model("gemma4-26B-A4B").config
     model = gemma4.skeleton(config, 128).model
     routers = [path for path, module in model.named_modules() if isinstance(module, Router)]
@@ -229,8 +231,8 @@ def test_routers_are_not_quantized(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gemma4-E2B", "gemma4-26B-A4B"])
-def test_on_the_cpu_every_norm_is_a_product(name):
-    """Those without a weight too, of values and in routers: a mean would end XNNPACK's delegate."""
+def test_on_the_cpu_every_gemma4_norm_is_lowered_as_a_product(name):
+    """This includes norms without a weight, of values and in routers, since a mean would end XNNPACK's delegate."""
     model = random_model(name)
     tokens = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(3))
     expected = model(tokens, use_cache=False).logits

@@ -1,5 +1,5 @@
-"""Contexts of 4k and 16k tokens: tokens equal transformers', with heads whose window is far shorter than the text, with
-caches in 8 bits, behind a kept prefix, across the end of a ring, and up to the very last slot."""
+"""In contexts of 4k and 16k tokens, tokens equal transformers': with heads whose window is far shorter than the text,
+with 8-bit caches, after a reused prefix, across the end of a ring, and up to the last slot."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ HEADS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A target with rings and a layer of full attention, a head with full attention, and one with a window."""
+    """A target with sliding layers and a full-attention layer, a head with full attention, and a head with a window."""
     folder = tmp_path_factory.mktemp("long")
     model = random_model("qwen3-4B", **LAYERS)
     for layer in model.model.layers:
@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=HEADS)
 def found(request, folder):
-    """The results behind the short prompt, then behind one as long as the context allows, which begins like it."""
+    """The results for a short prompt, then for one as long as the context allows with the same beginning."""
     (head, flags), text = HEADS[request.param], random_text()
     given = {"checkpoint": folder / "target", "draft": folder / head, "cuda_arch": "sm_90", "output_dir": None}
     plan = make_plan(ExportConfig("qwen3-4B", max_seq_len=LONG, max_prefill=WINDOW, chain_len=3, **given, **flags))
@@ -78,7 +78,7 @@ def scores_of(folder, text: list[int], count: int) -> torch.Tensor:
     return torch.cat(found)[-count:]
 
 
-def test_tokens_are_the_likeliest_of_transformers_up_to_the_last_slot(found, folder):
+def test_long_context_tokens_are_transformers_most_likely_ones_up_to_the_last_slot(found, folder):
     kind, text, said = found
     for prompt, result in zip((text[:SHORT], text[: LONG - NEW_TOKENS]), said, strict=True):
         tokens = torch.tensor(result.token_ids)

@@ -1,4 +1,4 @@
-"""Exports without weights: shapes of published checkpoints, random values, fewer layers."""
+"""Exports without weights use the shapes of published checkpoints, random values and fewer layers."""
 
 import json
 from functools import partial
@@ -31,7 +31,7 @@ from eagle3.targets import TARGETS
 TINY = TARGETS["gemma4-tiny"]
 
 
-def test_an_export_of_names_on_the_hub_makes_an_artifact_that_runs_and_fetches_no_weights(hub_pair, tmp_path):
+def test_random_weights_of_hub_names_give_a_running_artifact_without_fetching_weights(hub_pair, tmp_path):
     given = "--checkpoint", TARGET, "--draft", HEAD, "--random-weights", "--layers", 4
     lengths = "--max-seq-len", 64, "--max-prefill", 16, "--draft-qlinear", "none", "--with-decode"
     done = run_command(
@@ -63,7 +63,7 @@ def headers_and_values(folder: Path, random: Path, layers=None):
 
 
 @pytest.mark.parametrize("name", packed("compressed_tensors") + packed("awq") + packed("gptq"))
-def test_packed_checkpoints_keep_their_format(name, tmp_path):
+def test_random_weights_of_packed_checkpoints_keep_their_format(name, tmp_path):
     expected = open_source(GOLDEN / name).headers()
     headers, values = headers_and_values(GOLDEN / name, tmp_path / "random")
     assert headers == expected
@@ -72,7 +72,7 @@ def test_packed_checkpoints_keep_their_format(name, tmp_path):
     }
 
 
-def test_experts_in_mxfp4_keep_their_format(tmp_path):
+def test_random_weights_of_mxfp4_experts_keep_their_format(tmp_path):
     mxfp4_checkpoint(tmp_path / "target")
     headers, values = headers_and_values(tmp_path / "target", tmp_path / "random")
     assert headers == open_source(tmp_path / "target").headers()
@@ -81,7 +81,7 @@ def test_experts_in_mxfp4_keep_their_format(tmp_path):
     }
 
 
-def test_weights_that_torchao_quantized_keep_their_codes_and_lose_layers(tmp_path):
+def test_random_weights_of_torchao_checkpoints_stay_quantized_with_fewer_layers(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "vocab_size_per_layer_input": 256}
     config = Gemma4TextConfig(**gemma4_config(12).to_dict() | sizes)
     (tmp_path / "target").mkdir()
@@ -94,7 +94,7 @@ def test_weights_that_torchao_quantized_keep_their_codes_and_lose_layers(tmp_pat
     assert rows == [32 * 256, 32 * 256, 32 * 512]  # the sixth has full attention
 
 
-def test_random_values_are_the_names_own_and_every_row_differs():
+def test_random_values_depend_on_the_tensors_name_and_differ_in_every_row():
     first, again, other = (random_tensor(name, (64, 96), "BF16") for name in ("a.weight", "a.weight", "b.weight"))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert len(first.float().unique(dim=0)) == 64
@@ -109,7 +109,7 @@ def test_every_dtype_has_random_values(dtype):
     assert len(value.view(torch.uint8 if value.dtype.itemsize == 1 else value.dtype).unique()) > 1
 
 
-def test_a_norm_is_around_one_and_a_bias_around_zero():
+def test_random_norms_are_around_one_and_random_biases_around_zero():
     assert random_tensor("norm.weight", (512,), "F32").mean() == pytest.approx(1, abs=0.01)
     assert random_tensor("q_proj.bias", (512,), "F32").mean() == pytest.approx(0, abs=0.01)
 
@@ -118,18 +118,18 @@ def fewer(config, count: int):
     return fewer_layers(common_fields(config), partial(from_common_fields, config), count)
 
 
-def test_layers_are_the_first_ones_where_they_have_every_kind():
+def test_fewer_layers_are_the_first_ones_if_they_include_every_kind():
     config, layers = fewer(gemma4_config(60), 6)
     assert layers == list(range(6)) and config.num_hidden_layers == 6
     assert config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
 
 
-def test_a_kind_that_comes_late_takes_the_place_of_a_later_layer_of_another():
+def test_a_late_kind_of_layer_replaces_a_repeated_kind():
     config, layers = fewer(gemma4_config(60), 4)
     assert layers == [0, 1, 2, 5] and config.layer_types[-1] == "full_attention"
 
 
-def test_experts_that_begin_late_are_kept():
+def test_fewer_layers_keep_a_layer_of_experts_that_begin_late():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 12}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8}
     config = Qwen3MoeConfig(**sizes, **heads, vocab_size=128, mlp_only_layers=[0, 1, 2])
@@ -144,17 +144,17 @@ def test_experts_that_begin_late_are_kept():
         (60, "--layers 60: the target has 60 layers: type a smaller number"),
     ],
 )
-def test_a_number_of_layers_that_does_not_do_is_refused(count, line):
+def test_an_impossible_number_of_layers_is_refused(count, line):
     with pytest.raises(ValueError, match=line):
         fewer(gemma4_config(60), count)
 
 
-def test_taps_are_spread_and_a_head_that_takes_the_final_state_has_none():
+def test_taps_are_spread_over_fewer_layers_and_a_final_state_head_has_none():
     draft = read_draft(TINY.draft)
     assert [spread_taps(draft, layers) for layers in (3, 6, 12)] == [(1, 2, 2), (2, 3, 4), (3, 6, 9)]
 
 
-def test_what_has_no_shapes_to_take_is_refused_in_one_line(tmp_path):
+def test_random_weights_without_known_shapes_are_refused_in_one_line(tmp_path):
     model = random_model("llama3.1-8B")
     model.config.save_pretrained(tmp_path / "target")
     torch.save(model.state_dict(), tmp_path / "target" / "pytorch_model.bin")

@@ -1,6 +1,6 @@
-"""Everything that a configuration says is computed as transformers computes it, or the export is refused in one line.
+"""Every value of a configuration is computed as transformers computes it, or the export is refused in one line.
 
-Families that nobody named, and each field of the named ones changed by itself: nothing else may come out.
+The cases are families of no table, and known families with one changed field each.
 """
 
 import pytest
@@ -57,7 +57,7 @@ def greedy(model) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_that_nobody_named_is_right(name, tmp_path):
+def test_a_family_of_no_table_gives_transformers_tokens(name, tmp_path):
     what, line = outcome(family_config(name), "auto", tmp_path)
     assert what == RIGHT, line
 
@@ -98,7 +98,7 @@ BOOKKEEPING = {
 
 
 def changes(target: str) -> list[dict]:
-    """One field changed at a time: flags the other way, numbers to others, ropes and activations to other kinds."""
+    """Return changes of one field at a time: inverted flags, other numbers, other ropes and activations."""
     usual = BASES[target]().to_dict()
     found = []
     for name, value in (usual | {"num_global_key_value_heads": None} if "gemma" in target else usual).items():

@@ -1,4 +1,4 @@
-"""The heads that ship with gemma4-tiny: each speeds the model up by what its training says, and changes no token."""
+"""The heads shipped with gemma4-tiny have the acceptance length of their training, and change no token."""
 
 import json
 
@@ -19,7 +19,7 @@ KINDS = {"draft": "EAGLE-3", "peagle": "P-EAGLE", "assistant": "Gemma 4 assistan
 
 
 @pytest.mark.parametrize("folder", TINY.drafts, ids=lambda folder: folder.name)
-def test_it_is_accepted_as_its_training_says_and_changes_no_token(folder):
+def test_a_shipped_head_has_the_acceptance_length_of_its_training_and_changes_no_token(folder):
     plan = make_plan(ExportConfig("gemma4-tiny", draft=folder, backend="xnnpack", chain_len=3))
     assert plan.draft.kind == KINDS[folder.name]
     session, text, stats = eager_session(plan), Text(TINY.checkpoint), GenerationStats()

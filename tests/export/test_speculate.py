@@ -1,4 +1,4 @@
-"""A fused round, one method: its tokens, rounds and caches are those of the three methods."""
+"""A fused round gives the tokens, rounds and caches of the three methods."""
 
 from random import Random
 
@@ -46,7 +46,7 @@ def prompt_of(length):
 # Below the least prefill, at it, chunks and a rest in verify windows.
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 64, 65, 131])
 @pytest.mark.parametrize("name", ["eager", "hosted"])
-def test_tokens_and_rounds_are_those_of_the_three_methods(length, name, request):
+def test_fused_rounds_give_the_tokens_and_rounds_of_the_three_methods(length, name, request):
     session = request.getfixturevalue(name)
     options = {"max_new_tokens": 40, "stop_ids": []}
     three = complete(ThreeMethods(session), prompt_of(length), **options)
@@ -60,7 +60,7 @@ def test_tokens_and_rounds_are_those_of_the_three_methods(length, name, request)
 @pytest.mark.parametrize(
     ("name", "left"), [*(("eager", left) for left in range(1, 12)), *(("hosted", left) for left in (1, 4, 7, 8))]
 )
-def test_the_three_methods_take_over_where_the_context_ends(name, left, request):
+def test_the_three_methods_replace_fused_rounds_at_the_contexts_end(name, left, request):
     session = request.getfixturevalue(name)
     prompt = prompt_of(session.metadata.max_seq_len - left)
     three, fused = (complete(each, prompt, stop_ids=[]) for each in (ThreeMethods(session), session))
@@ -69,7 +69,7 @@ def test_the_three_methods_take_over_where_the_context_ends(name, left, request)
     assert (fused.stats.method_calls[SPECULATE] > 0) == (left >= 8)  # two windows of four
 
 
-def test_other_ways_to_choose_take_the_three_methods(eager):
+def test_sampling_and_grammars_use_the_three_methods(eager):
     prompt = prompt_of(20)
     sampler = Sampler(Sampling(temperature=0.8, seed=1), eager.metadata, prompt)
     for options in ({"chain": 2}, {"chain": 0}, {"choice": sampler}):
@@ -77,7 +77,7 @@ def test_other_ways_to_choose_take_the_three_methods(eager):
         assert SPECULATE not in calls and calls[TARGET_VERIFY] + calls["decode"] > 0
 
 
-def test_a_chain_of_other_lengths_takes_fused_rounds_where_it_is_as_long_as_the_artifacts(eager):
+def test_an_adaptive_chain_uses_fused_rounds_at_the_artifacts_length(eager):
     lengths, options = [3, 3, 3, 1, 0, 3, 2, 3], {"max_new_tokens": 40, "stop_ids": []}
     fused, three = (
         complete(each, prompt_of(20), chain=InTurn(lengths), **options) for each in (eager, ThreeMethods(eager))
@@ -113,7 +113,7 @@ def by_three_methods(session, window, positions):
 
 @pytest.mark.parametrize("chain_len", [1, 4])
 @pytest.mark.parametrize("target", HEADS)
-def test_a_round_of_each_kind_of_head_whatever_is_accepted(target, chain_len, checkpoints, tmp_path):
+def test_a_fused_round_is_right_for_each_kind_of_head_and_any_acceptance(target, chain_len, checkpoints, tmp_path):
     model, folder = checkpoints(target)
     HEADS[target](tmp_path / "draft", model.config)
     paths = {"checkpoint": folder, "draft": tmp_path / "draft", "output_dir": None}
@@ -141,7 +141,7 @@ def test_a_round_of_each_kind_of_head_whatever_is_accepted(target, chain_len, ch
 
 @settings(max_examples=300, deadline=None)
 @given(random=st.randoms(use_true_random=True))
-def test_any_target_and_any_draft(random: Random):
+def test_fused_rounds_give_the_greedy_tokens_of_any_target_and_draft(random: Random):
     metadata, (target, draft) = random_metadata(random), random_speculator(random)
     note(f"{metadata}")
     prompt = [random.randrange(3) for _ in range(random.randint(1, metadata.max_seq_len - 1))]
@@ -157,7 +157,7 @@ def test_any_target_and_any_draft(random: Random):
     assert (sessions[1].fused_rounds > 0) == starts
 
 
-def test_a_conversation_goes_on_from_a_fused_round():
+def test_a_conversation_continues_after_a_fused_round():
     def greedy(prefix):
         return (7 * prefix[-1] + 3 * len(prefix) + prefix[0]) % 23
 
@@ -171,7 +171,7 @@ def test_a_conversation_goes_on_from_a_fused_round():
     assert again.token_ids == greedy_sequence(greedy, [*said, 2], 13)
 
 
-def test_one_time_is_that_of_the_round(eager):
+def test_the_time_of_a_fused_round_is_that_of_one_call(eager):
     stats = complete(eager, prompt_of(20), max_new_tokens=30, stop_ids=[]).stats
     assert stats.method_calls[SPECULATE] == stats.num_drafts and stats.method_seconds[SPECULATE] > 0
     assert stats.method_calls[DRAFT_DECODE] == 2 + 1  # the prompt's seed and the first chain

@@ -1,7 +1,8 @@
-"""transformers' own assisted generation with a Gemma 4 assistant, as the oracle of proposals.
+"""Runs transformers' own assisted generation with a Gemma 4 assistant, as the reference for proposals.
 
-Its assistant sees the slot of the newest token, which holds no keys of that token yet (after a rejection, another's),
-and rejected slots of sliding layers. ``proposed`` cuts them off: what is left is what our head attends to.
+There the assistant attends to the slot of the newest token, which does not yet hold that token's keys (after a
+rejection it holds another token's), and to rejected slots of sliding layers. ``proposed`` removes these slots, so that
+the assistant attends to the same slots as our head.
 """
 
 from contextlib import contextmanager

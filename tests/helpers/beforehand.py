@@ -1,8 +1,8 @@
-"""Artifacts that take minutes of one core to make: begun with the first test, one after the other, beside the tests.
+"""Makes the artifacts that take minutes of one core, one after the other, while tests run.
 
-With pytest-xdist its workers say what they need, and the process that they belong to makes it for all: none waits in
-vain for a worker that died. Each artifact is a folder in a place that all know, with a file beside it that says it is
-finished.
+With pytest-xdist, the workers report which artifacts they need, and the process that controls them makes each one for
+all. So no worker waits for another worker that died. Each artifact is a folder at a place that all processes know; a
+file beside it marks it as finished.
 """
 
 import subprocess
@@ -26,7 +26,8 @@ COMMANDS = {
 
 
 class Beforehand:
-    """The folders of ``COMMANDS`` below ``folder``: one process calls ``make``, those that run tests wait for them."""
+    """The artifacts of ``COMMANDS`` in folders below ``folder``. One process calls ``make``; the processes that run
+    tests wait for the folders."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -36,13 +37,13 @@ class Beforehand:
         self.asked = folder / "asked"
 
     def ask(self, names: Collection[str]) -> None:
-        """Says what the tests need: every process that runs tests has collected the same."""
+        """Request the artifacts that the tests need. Every process that runs tests requests the same ones."""
         with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
             file.write(" ".join(name for name in COMMANDS if name in names))
         Path(file.name).rename(self.asked)
 
     def make(self) -> None:
-        """Begins what was asked for, once, however often this is called."""
+        """Begin to make the requested artifacts. Later calls do nothing."""
         if not self.making:
             self.making = [self.pool.submit(self._make, name) for name in self.asked.read_text().split()]
 
@@ -55,7 +56,7 @@ class Beforehand:
         unfinished.rename(self.folder / f"{name}.finished")
 
     def __getitem__(self, name: str) -> Path:
-        """The folder of an artifact, once it is there."""
+        """Wait for an artifact and return its folder."""
         asked = self.asked.read_text().split()
         assert name in asked, f"collection saw no test with the fixture {name}: mark it with usefixtures"
         finished = self.folder / f"{name}.finished"
@@ -66,7 +67,7 @@ class Beforehand:
         return self.folder / name
 
     def stop(self) -> None:
-        """Ends the making."""
+        """Stop making artifacts."""
         self.pool.shutdown(wait=False, cancel_futures=True)  # first: nothing else begins once the child is gone
         if self.running is not None:
             self.running.kill()

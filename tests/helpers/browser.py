@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over WebDriver's own HTTP protocol: nothing is needed but the browser and its driver."""
+"""Drives a headless Chromium over WebDriver's HTTP protocol. Only the browser and its driver are needed."""
 
 import base64
 import re
@@ -28,7 +28,7 @@ class Browser:
         return answer
 
     def new_tab(self) -> None:
-        """Leave this tab for an empty one, which has nothing of what pages keep for a tab."""
+        """Switch to a new tab, whose session storage is empty."""
         made = self._post("window/new", type="tab")["handle"]
         httpx.delete(f"{self._session}/window", timeout=60)
         self._post("window", handle=made)
@@ -37,14 +37,14 @@ class Browser:
         self._post("url", url=url)
 
     def run(self, script: str, *args):
-        """Return what JavaScript returns in the page."""
+        """Run JavaScript in the page and return its result."""
         return self._post("execute/sync", script=script, args=list(args))
 
     def text(self, css: str) -> str:
         return self.run("return document.querySelector(arguments[0]).textContent", css)
 
     def press(self, *keys: str) -> None:
-        """Keys for whatever has the focus."""
+        """Press keys; they go to the element that has the focus."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self._post("actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
 

@@ -1,5 +1,5 @@
-"""Exports gemma4-tiny, or what the flags say, to CUDA by the command itself, and keeps the Triton source of each kernel
-that it compiles in a folder beside the artifact's: what ``interpreted_artifact.py`` runs.
+"""Exports gemma4-tiny, or the model that the flags name, to CUDA by the command itself. The Triton source of each
+compiled kernel is kept in a folder beside the artifact, for ``interpreted_artifact.py``.
 
     python tests/helpers/cuda_artifact.py FOLDER [FLAGS OF eagle3-export]
 """
@@ -59,7 +59,7 @@ def keep_source(sources: Path, known: dict, body: str) -> None:
 
 
 def name_by_image(file: Path) -> None:
-    """Rename a kernel's file to the hash of its machine code as the library has it, which is assembled last."""
+    """Rename the file of a kernel to the hash of its final machine code, which is in the library."""
     kernel = pickle.loads(file.read_bytes())
     image = Path(kernel.pop("image")).read_bytes()
     file.unlink()

@@ -30,7 +30,7 @@ def random_target():
 
 
 def save_pair(folder: Path) -> Path:
-    """Write ``random_target`` and a head of each of ``KINDS`` for it."""
+    """Write ``random_target`` and, for it, a head of each of ``KINDS``."""
     target = random_target()
     target.save_pretrained(folder / "target")
     for name, keys in KINDS.items():
@@ -45,7 +45,8 @@ def plan_of(folder: Path, kind: str, **flags):
 
 
 def z_lab(folder: Path, source: Path = GOLDEN / "dflash_full", own=None, **keys) -> Path:
-    """Write the head in ``source`` as z-lab writes its own: flat, without a vocabulary, ids of outputs."""
+    """Write the head in ``source`` in z-lab's form: a flat configuration, no vocabulary map, tap ids that count
+    outputs."""
     config = json.loads((source / "config.json").read_text())
     flat = config["transformer_layer_config"] | {"architectures": ["DFlashDraftModel"]}
     given = {"target_layer_ids": [0, 2, 3], "mask_token_id": config["mask_token_id"]}

@@ -1,4 +1,4 @@
-"""One random draft head written as each system writes its own: other names, other keys, the same numbers."""
+"""Writes one random draft head in the form of each system: with other names and keys, but the same numbers."""
 
 import json
 from pathlib import Path
@@ -95,7 +95,8 @@ NAMES = {
 def random_head(
     taps: int = 3, layers: int = 1, width: int | None = None, head_dim: int | None = None, hidden: int = HIDDEN
 ) -> dict[str, Tensor]:
-    """Tensors by speculators' names, the embedding among them; later layers have an ``input_layernorm``."""
+    """Return a head's tensors under speculators' names, including the embedding; later layers have an
+    ``input_layernorm``."""
     generator = torch.Generator().manual_seed(5)
     width, head_dim = width or hidden, head_dim or hidden // HEADS
 
@@ -124,7 +125,7 @@ def random_head(
 
 
 def write(folder: Path, dialect: str, tensors: dict[str, Tensor] | None = None, pickled: bool = False, **keys) -> Path:
-    """A head in a dialect. ``keys`` change its configuration, those of a dictionary one by one, None leaves one out."""
+    """Write a head in a dialect. ``keys`` change its configuration (a dictionary is merged, None removes a key)."""
     tensors = tensors or random_head()
     config = json.loads(json.dumps(CONFIGS[dialect]))
     hidden = next(tensor.shape[0] for name, tensor in tensors.items() if name.endswith("mlp.down_proj.weight"))
@@ -146,7 +147,8 @@ def write(folder: Path, dialect: str, tensors: dict[str, Tensor] | None = None, 
 
 
 def random_eagle(hidden: int = HIDDEN) -> dict[str, Tensor]:
-    """An EAGLE 1 as SafeAILab writes it: the target's embedding and lm_head, a bias of fc, no norm before its layer."""
+    """Return the tensors of an EAGLE 1 as SafeAILab writes it: the target's embedding and lm_head, a bias of fc, no
+    norm before its layer."""
     generator = torch.Generator().manual_seed(8)
     tensors = {name: tensor for name, tensor in random_head(hidden=hidden).items() if name.startswith("layers.0.")}
     for name in ("input_layernorm", "hidden_norm"):

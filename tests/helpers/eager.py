@@ -15,6 +15,6 @@ def eager_speculator(plan: Plan, convert: Convert | None = None) -> Eagle3Specul
 
 
 def eager_session(plan: Plan, speculator: Eagle3Speculator | None = None) -> EagerSession:
-    """Return a session over ``speculator``; without one, over a new one of ``plan``."""
+    """Return a session that runs ``speculator``, by default a new one made from ``plan``."""
     speculator = speculator or eager_speculator(plan)
     return EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))

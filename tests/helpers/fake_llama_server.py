@@ -1,9 +1,9 @@
-"""A llama-server that decodes as fast as it is told: the flags, routes, answers and log lines of llama.cpp's own.
+"""A fake llama-server with given speeds. It has the flags, routes, answers and log lines of llama.cpp's own server.
 
-``plan.json`` beside it has ``speeds``, tokens a second by setting ("q8_0 3 f32 on": target's type, chain length,
-draft's type, backend sampling) or by setting and number of new tokens ("q8_0 3 f32 on 64"), ``default`` for all others.
-It may have ``starts_not``, ``ends`` and ``refuses``, lists of the same; of the last two the second answer fails. The
-first answer of each server is a hundred times slower, as with cold caches.
+``plan.json`` beside it has ``speeds``: tokens per second by setting ("q8_0 3 f32 on": target's type, chain length,
+draft's type, backend sampling) or by setting and number of new tokens ("q8_0 3 f32 on 64"), and ``default`` for all
+others. It may also have ``starts_not``, ``ends`` and ``refuses``, lists of settings that fail in this way; for the last
+two the second answer fails. The first answer of each server is a hundred times slower, as with cold caches.
 """
 
 import json

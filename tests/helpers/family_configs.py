@@ -1,4 +1,4 @@
-"""Small configurations of decoder-only families of transformers, each with what sets the family apart."""
+"""Small configurations of decoder-only families of transformers, each with the features that distinguish the family."""
 
 from random_checkpoints import GRANITE
 from transformers import AutoConfig

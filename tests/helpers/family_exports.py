@@ -1,5 +1,5 @@
-"""Exports a random model of each kind with a random draft of each kind to the CPU, into the folder that is named:
-minutes of one core, beside the tests that do not need them (``beforehand.py``)."""
+"""Exports a random model of each kind with a random draft of each kind to the CPU, into a given folder. This takes
+minutes of one core, while tests that do not need the exports run (``beforehand.py``)."""
 
 import shutil
 import sys
@@ -74,8 +74,8 @@ WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", *TARGET_OF, *OWN_LAY
 
 
 def family_model(name: str):
-    """A transformers model; ``auto`` is a family that is in no table: norms after attention and MLP, sliding and full
-    layers."""
+    """Return a transformers model. ``auto`` is a family in no table: it has norms after attention and MLP, and sliding
+    and full layers."""
     if name in OWN_LAYER:
         return own_model(OWN_LAYER[name])
     if name in TAPPED:
@@ -96,7 +96,7 @@ def family_model(name: str):
 
 
 def character_tokenizer() -> Tokenizer:
-    """A token a character, for the 96 ids of a random model."""
+    """Return a tokenizer with one token per character, for the 96 ids of a random model."""
     characters = [*"ĉĊčĠ", *map(chr, range(ord("!"), ord("}")))]
     tokenizer = Tokenizer(models.BPE({character: id_ for id_, character in enumerate(characters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,5 +1,5 @@
-"""GGUF files as llama.cpp writes them. gguf-py writes no K-quants: their blocks are packed here by the layout that
-ggml-common.h publishes, which ``gguf.dequantize`` reads."""
+"""Writes GGUF files as llama.cpp does. gguf-py writes no K-quants, so their blocks are packed here in the layout of
+ggml-common.h, which ``gguf.dequantize`` reads."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ TYPES = gguf.GGMLQuantizationType
 
 
 def six_bit_pairs(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    """Codes of 0 to 63, uint8 [blocks, 8] each -> [blocks, 12]."""
+    """Pack two arrays of codes from 0 to 63, uint8 [blocks, 8] each, into [blocks, 12]."""
     low_s, high_s, low_m, high_m = scales[:, :4], scales[:, 4:], minima[:, :4], minima[:, 4:]
     return np.concatenate(
         [low_s | high_s >> 4 << 6, low_m | high_m >> 4 << 6, (high_s & 15) | (high_m & 15) << 4], axis=1
@@ -21,18 +21,18 @@ def six_bit_pairs(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
 
 
 def nibbles(codes: np.ndarray) -> np.ndarray:
-    """uint8 [blocks, 256] -> [blocks, 128]: of 64 codes the first half in the low nibbles."""
+    """Pack uint8 [blocks, 256] into [blocks, 128]. Of each 64 codes, the first half is in the low nibbles."""
     pairs = (codes & 15).reshape(-1, 4, 2, 32)
     return (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
 
 
 def halves(*values: np.ndarray) -> np.ndarray:
-    """Super-scales as bytes: float16 [blocks] each -> [blocks, 2 each]."""
+    """Return super-scales, float16 [blocks] each, as bytes [blocks, 2 per array]."""
     return np.stack(values, axis=1).astype(np.float16).view(np.uint8)
 
 
 def q4_k(codes, scales, minima, d, d_min) -> np.ndarray:
-    """codes [blocks, 256] of 0 to 15, scales and minima [blocks, 8] of 0 to 63, d and d_min [blocks]."""
+    """Pack codes [blocks, 256] from 0 to 15, scales and minima [blocks, 8] from 0 to 63, d and d_min [blocks]."""
     return np.concatenate([halves(d, d_min), six_bit_pairs(scales, minima), nibbles(codes)], axis=1)
 
 
@@ -44,7 +44,7 @@ def q5_k(codes, scales, minima, d, d_min) -> np.ndarray:
 
 
 def q6_k(codes, scales, d) -> np.ndarray:
-    """codes [blocks, 256] of 0 to 63, scales int8 [blocks, 16], d [blocks]."""
+    """Pack codes [blocks, 256] from 0 to 63, scales int8 [blocks, 16], and d [blocks]."""
     quarters = codes.reshape(-1, 2, 4, 32)
     low = (quarters[:, :, :2] & 15) | (quarters[:, :, 2:] & 15) << 4
     high = np.bitwise_or.reduce(quarters >> 4 << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None], axis=2)
@@ -52,7 +52,8 @@ def q6_k(codes, scales, d) -> np.ndarray:
 
 
 def random_blocks(kind: str, n: int, k: int, seed: int = 0) -> np.ndarray:
-    """Blocks of every code, minima and scales at their ends and both signs included: uint8 [n, bytes of a row]."""
+    """Return random blocks with all codes, and with the extremes and both signs of minima and scales: uint8 [n, bytes
+    of a row]."""
     random, blocks = np.random.default_rng(seed), n * k // 256
 
     def whole(low: int, high: int, *shape: int, dtype=np.uint8) -> np.ndarray:
@@ -69,7 +70,7 @@ def random_blocks(kind: str, n: int, k: int, seed: int = 0) -> np.ndarray:
 
 
 def quantized(weight: Tensor, kind: str) -> np.ndarray:
-    """[N, K] rounded to nearest: the blocks of its rows, uint8 [N, bytes of a row]."""
+    """Quantize a weight [N, K] by rounding to nearest. Returns the blocks of its rows, uint8 [N, bytes of a row]."""
     n = weight.shape[0]
     w = weight.float().numpy().reshape(-1, 256)
     if kind == "Q6_K":
@@ -95,7 +96,7 @@ def quantized(weight: Tensor, kind: str) -> np.ndarray:
 
 
 def as_read(weight: Tensor, kind: str) -> Tensor:
-    """``weight`` as a file with ``kind`` has it, dequantized by gguf-py."""
+    """Return ``weight`` after quantization to ``kind`` and dequantization by gguf-py."""
     if kind in ("F32", "F16", "BF16"):
         return weight.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]).float()
     return torch.from_numpy(gguf.dequantize(blocks_of(weight, kind), TYPES[kind]))
@@ -106,8 +107,8 @@ def blocks_of(weight: Tensor, kind: str) -> np.ndarray:
 
 
 def write_gguf(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, tuple[Tensor, str]]) -> Path:
-    """``tensors``: by the file's names, each with the type to store it as. ``fields``: without the architecture's
-    name before them; a dot at the front stands for none."""
+    """Write a GGUF file. ``tensors`` maps the file's names to tensors and their storage types. ``fields`` are prefixed
+    with the architecture's name, except those that begin with a dot."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in fields.items():
         key = key[1:] if key.startswith(".") else f"{architecture}.{key}"
@@ -134,8 +135,9 @@ def transformers_gguf(
     fields: dict[str, Any] | None = None,
     rows: int | None = None,
 ) -> Path:
-    """A transformers model as llama.cpp's converter writes it (``LlamaModel`` and others there); ``kinds`` as of
-    ``gemma4_gguf``. ``fields`` change its metadata, None leaves a key out; ``rows``: of the embedding and the head."""
+    """Write a transformers model as llama.cpp's converter does (``LlamaModel`` and others there); ``kinds`` is as for
+    ``gemma4_gguf``. ``fields`` change its metadata, and None removes a key; ``rows`` is the number of rows of the
+    embedding and the head."""
     config = model.config
     (kind,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
@@ -185,10 +187,10 @@ def gemma4_gguf(
     fields: dict[str, Any] | None = None,
     others: dict[str, tuple[Tensor, str]] | None = None,
 ) -> Path:
-    """A transformers Gemma 4 as llama.cpp's converter writes it (``Gemma4Model`` there), without experts.
+    """Write a transformers Gemma 4 without experts as llama.cpp's converter does (``Gemma4Model`` there).
 
-    ``kinds``: by the ends of the file's tensor names, the type of matrices; F32 where none fits. ``others``: further
-    tensors with their types.
+    ``kinds`` maps ends of tensor names to the types of matrices; all others are F32. ``others`` are further tensors
+    with their types.
     """
     config = model.config
     full = config.layer_types.index("full_attention")

@@ -1,8 +1,8 @@
-"""gemma4-tiny as a CUDA artifact is packed, but compiled by AOTInductor for the CPU: what the PyTorch host can run
-without a GPU.
+"""Makes gemma4-tiny in the form of a CUDA artifact, but compiled by AOTInductor for the CPU, so that the PyTorch host
+runs it without a GPU.
 
-ExecuTorch's CUDA backend does the packing: library, weight table, one store of weights and caches for all methods. What
-is of a GPU in it (moving weights, Triton kernels, compile options) is taken out.
+ExecuTorch's CUDA backend does the packing: library, weight table, one store of weights and caches for all methods. Its
+steps for a GPU (moving weights, Triton kernels, compile options) are removed.
 """
 
 import contextlib

@@ -15,6 +15,6 @@ def flags(checkpoint=TARGET, draft=HEAD, target="auto", **others) -> ExportConfi
 
 
 def fetched(config: ExportConfig, download: bool = False) -> ExportConfig:
-    """The flags with paths, everything that they name downloaded."""
+    """Return the flags with local paths, after downloading everything that they name."""
     with find_sources(config, download).downloaded().local() as here:
         return here

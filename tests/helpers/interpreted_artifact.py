@@ -1,10 +1,10 @@
-"""Runs a CUDA artifact where there is no GPU: by the runner as it is, its libraries in PyTorch's container, over a
-strict stand-in for CUDA's driver (``stand_in_driver.py``), graphs captured and replayed; each launch by Triton's
-interpreter, from the source of its kernel (``stand_in_kernels.py``).
+"""Runs a CUDA artifact without a GPU.
 
-What this sees of an artifact is all but the machine code: which kernels a method launches over which grids, what each
-is given, which memory it touches, what methods share, what the host waits for, and whether the kernels, as Inductor
-wrote them and as ours are specialized, compute what they should.
+The unchanged runner loads its libraries in PyTorch's container, with a strict stand-in for CUDA's driver
+(``stand_in_driver.py``), and captures and replays graphs. Triton's interpreter runs each launch from the source of its
+kernel (``stand_in_kernels.py``). Everything of an artifact but the machine code is tested this way: the launched
+kernels and their grids and arguments, the memory that they access, the memory that methods share, the waits of the
+host, and the results of the kernels, both Inductor's and our specialized ones.
 
     echo '[{"prompt": [2, 318, 825], "max_new_tokens": 8}]' | python tests/helpers/interpreted_artifact.py ARTIFACT
 """
@@ -48,7 +48,7 @@ MODERATE = 0x3C
 
 
 class Machine:
-    """A GPU's stand-in in this process, with the kernels of an artifact."""
+    """The stand-in for a GPU in this process, with the kernels of an artifact."""
 
     def __init__(self, sources: Path):
         self.device = StandIn()
@@ -59,7 +59,7 @@ class Machine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Give PyTorch the device while this is open, and let kernels compute."""
+        """Give PyTorch the device within this context, in which kernels compute."""
         host_symbols = patch.object(torch_host, "export_host_symbols", lambda device: None)  # they are there
         with ExitStack() as stack:
             for each in (cuda_build(self.cuda), host_symbols, interpreted(self.kernels)):
@@ -85,8 +85,8 @@ class Machine:
             return torch_host.open_torch_session(artifact / MODEL_FILE, artifact / WEIGHTS_FILE, metadata, graphs)
 
     def left(self) -> dict[str, int]:
-        """Count what was not released: handles by kind, and after a capture, whether memory still comes from its pool
-        and whether its stream is still the current one."""
+        """Count the unreleased resources: handles by kind, and after a capture, whether memory still comes from its
+        pool and whether its stream is still the current one."""
         self.placed = {}
         gc.collect()
         self.device.library.cudaDeviceSynchronize()
@@ -95,7 +95,8 @@ class Machine:
 
 
 def looked_at(session: torch_host.TorchSession) -> torch_host.TorchSession:
-    """The session, whose outputs are looked at: what nothing wrote is NaN in floats and no token in ids."""
+    """Return the session with a check of its outputs: memory that nothing wrote would be NaN in floats and an invalid
+    id."""
     call, vocabulary = session._call, session.metadata.vocab_size
 
     def look(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -113,8 +114,8 @@ def looked_at(session: torch_host.TorchSession) -> torch_host.TorchSession:
 
 
 def counted(session: torch_host.TorchSession, kernels: Kernels) -> dict[str, dict[int, Counter[str]]]:
-    """Filled while ``session`` is used: of each method, by its number of rows, over which grids its first call launched
-    kernels."""
+    """Return a dictionary that is filled while ``session`` is used: for each method and number of rows, the grids of
+    the kernels that its first call launched."""
     launched, call = {}, session._call
 
     def count(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -128,7 +129,7 @@ def counted(session: torch_host.TorchSession, kernels: Kernels) -> dict[str, dic
 
 
 def generations(session: TimedSession, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
-    """Generate by fused rounds, replayed as CUDA graphs would be, and by the three methods, with their proposals."""
+    """Generate by fused rounds, replayed like CUDA graphs, and by the three methods. Returns tokens and proposals."""
     found = {}
     for name, fused in (("fused_rounds", True), ("three_methods", False)):
         session.has_speculate = fused

@@ -1,4 +1,4 @@
-"""Faults put into kernels by hand: what a check of kernels has to notice."""
+"""Puts faults into kernels by hand, which a check of kernels must find."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -14,10 +14,10 @@ from torch import Tensor
 
 @contextmanager
 def fault(folder: Path, module: ModuleType, old: str, new: str, *users: ModuleType) -> Iterator[None]:
-    """Replaces the kernels of ``module``, also where ``users`` have imported them, by those of its source with ``new``
-    in place of ``old``. The source is kept in ``folder``, for line numbers.
+    """Replace the kernels of ``module``, also in the modules ``users`` that imported them, by kernels of its source
+    with ``new`` in place of ``old``.
 
-    Raises ValueError where ``old`` is not there exactly once.
+    The source is kept in ``folder``, for line numbers. Raises ValueError if ``old`` does not occur exactly once.
     """
     source = Path(module.__file__).read_text()
     if source.count(old) != 1:
@@ -34,8 +34,8 @@ def fault(folder: Path, module: ModuleType, old: str, new: str, *users: ModuleTy
 
 
 def kernels_alone(source: str) -> str:
-    """The functions of a module that Triton compiles, on the lines where they stand. Run whole, a copy would register
-    the module's ops again, which ends the module's own: their next call would read memory that was freed."""
+    """Return only the functions of a module that Triton compiles, on their original lines. A copy of the whole module
+    would register its ops again, which deletes the original ops: their next call would read freed memory."""
     lines, kept = source.splitlines(), set()
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
@@ -44,8 +44,8 @@ def kernels_alone(source: str) -> str:
 
 
 def noticed(compute: Callable[[], Tensor], assert_right: Callable[[Tensor], None]) -> bool:
-    """Return whether the detector, while ``compute`` launches kernels, or the assertion about its result finds
-    anything."""
+    """Return True if the detector finds a fault while ``compute`` launches kernels, or if the assertion about its
+    result fails."""
     detector = Detector(("forward",))
     with watching(detector, of_arguments=True):
         found = compute()

@@ -1,5 +1,5 @@
-"""The resources of a GPU that a Triton kernel takes, compiled for it without one, and a check that its threads share no
-memory without a barrier."""
+"""Compiles a Triton kernel without a GPU, and returns the GPU resources that it takes, after a check that its threads
+share no memory without a barrier."""
 
 import re
 import subprocess
@@ -29,15 +29,16 @@ class Usage:
     ptx: str
 
     def a_weight(self, weights: int, warps: int) -> float:
-        """Instructions of a thread of the main loop for each of its ``weights``, those of a program's block."""
+        """Return the instructions of the main loop per weight, where ``weights`` is the number of weights of a
+        program's block."""
         return len(self.loop) * 32 * warps / weights
 
 
 def usage(
     kernel, types: list[str], constants: dict, arch: int, folder: Path, warps: int, registers: int | None = None
 ) -> Usage:
-    """``types`` are those of the arguments that are no constants; ``registers``: the most that it may take. Fails where
-    a barrier lacks."""
+    """Compile a kernel and return its usage. ``types`` are the types of the arguments that are not constants;
+    ``registers`` is the most registers that it may take. Fails if a barrier is missing."""
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
@@ -55,7 +56,7 @@ def usage(
 
 
 def main_loop(disassembly: str) -> tuple[str, ...]:
-    """Names of the instructions of the longest innermost loop with a product in it."""
+    """Return the names of the instructions of the longest innermost loop that contains a product."""
     labels, names, back = {}, [], []
     for line in disassembly.splitlines():
         if label := re.match(r"\s*(\.L_\w+):", line):

@@ -1,4 +1,4 @@
-"""MTP heads for tests: the golden ones, and random targets with an MTP layer of their own, in its published names."""
+"""MTP heads for tests: the golden ones, and random targets with an MTP layer of their own under its published names."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def own_config(model_type: str, **changes):
 
 
 def own_model(model_type: str, **changes):
-    """A random target of transformers, without its MTP layer; the same at each call."""
+    """Return a random target of transformers without its MTP layer. Each call returns the same weights."""
     torch.manual_seed(7)
     target = AutoModelForCausalLM.from_config(own_config(model_type, **changes)).eval().requires_grad_(False)
     randomize(target, seed=3)
@@ -108,7 +108,7 @@ def transformers_head(target, folder: Path | None = None) -> MtpModel:
 
 
 def drafter_of(name: str, embedding: Tensor, lm_head: Tensor) -> Drafter:
-    """Return the formulas of a golden head, over transformers' own layer."""
+    """Return the formulas of a golden head, with transformers' own layer."""
     tensors = load_file(GOLDEN / name / "model.safetensors")
     parts = {key.removeprefix("mtp_layers.0."): value for key, value in tensors.items()}
     model = build(one_layer_config(read_draft(GOLDEN / name).layer), real=True).eval().requires_grad_(False)

@@ -1,9 +1,9 @@
-"""A stand-in for CUDA graphs where there is no GPU."""
+"""A stand-in for CUDA graphs on a machine without a GPU."""
 
 
 class OrderOfCalls:
-    """Stands for a ``torch.cuda.CUDAGraph``: it runs at the capture what it is to capture, and again at each replay,
-    whose outputs lie where those of the capture lay."""
+    """Stands for a ``torch.cuda.CUDAGraph``: it runs the captured function at the capture and again at each replay,
+    which writes its outputs to the tensors of the capture."""
 
     def __init__(self):
         self.calls: list[str] = []

@@ -1,6 +1,7 @@
-"""Tiny models packed as the tools of the hubs do, each by its rule written down here, which the golden files confirm.
+"""Packs tiny models as common quantization tools do.
 
-Codes are random and the dense weights follow from them: what a loader must find.
+The rule of each tool is implemented here, and the golden files confirm it. Codes are random, and the dense weights that
+a loader must return are computed from them.
 """
 
 import json
@@ -20,7 +21,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidde
 
 
 def words(values: Tensor, bits: int) -> Tensor:
-    """[R, C] -> int32 [R, C * bits / 32], the lowest bits first, the last word filled with zeros."""
+    """Pack values [R, C] into int32 [R, C * bits / 32], the lowest bits first; the last word is filled with zeros."""
     per_word = 32 // bits
     values = nn.functional.pad(values.long(), (0, -values.shape[1] % per_word)).unflatten(1, (-1, per_word))
     packed = (values << (bits * torch.arange(per_word))).sum(-1)
@@ -68,7 +69,7 @@ def scattered_gptq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int)
 
 
 def order_of(columns: int) -> Tensor:
-    """Columns of one group after the other, ascending within a group of 128."""
+    """Return the columns in the order of their groups, ascending within a group of 128."""
     mixed = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
     return mixed.unflatten(0, (-1, 128)).sort(-1).values.flatten()
 
@@ -128,7 +129,8 @@ def dense(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tenso
 
 
 def save_packed(folder: Path, name: str, bits: int, group: int, symmetric: bool, dtype=torch.float16, **sizes):
-    """transformers' Llama of random codes, in float32; its folder has every linear but the head packed."""
+    """Return transformers' Llama with weights of random codes, in float32. Its folder has every linear but the head
+    packed."""
     pack, config = FORMATS[name]
     model = random_model("llama3.1-8B", **sizes)
     with torch.no_grad():

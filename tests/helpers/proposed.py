@@ -1,4 +1,4 @@
-"""The proposals of a draft head, kept while a session is used."""
+"""Records the proposals of a draft head while a session is used."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from eagle3.runner.hosts.session import TimedSession
 
 @contextmanager
 def proposed(session: TimedSession) -> Iterator[list[list[int]]]:
-    """Filled while ``session`` is used in this context: the proposals of each call of ``draft_decode``."""
+    """Yield a list that is filled, while ``session`` is used, with the proposals of each call of ``draft_decode``."""
     proposals, call = [], session._call
 
     def keep(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:

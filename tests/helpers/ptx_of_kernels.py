@@ -1,4 +1,4 @@
-"""The PTX of the kernels written by hand, for any architecture, without a GPU; and of kernels with a fault put in.
+"""Compiles our kernels to PTX for any architecture without a GPU, and also kernels with a fault put in.
 
 python tests/helpers/ptx_of_kernels.py
 """
@@ -68,7 +68,7 @@ K_QUANTS = {
 
 
 def product(launch: Callable, rows: int, parts: tuple, **more) -> Callable:
-    """A launch of ``rows`` rows with weights."""
+    """Return a launch of ``rows`` rows with weights."""
     return lambda kernel: launch(kernel, on_meta(rows, INPUTS, dtype=torch.bfloat16), *parts, counters("meta"), **more)
 
 
@@ -76,8 +76,9 @@ def attends(
     width: int, groups: int, rows: int, divided: int, made: bool = False, int8: bool = False, window: int = 4096,
     adds: bool = False, **options,
 ) -> Callable:  # fmt: skip
-    """A launch of attention to 4096 positions, or to a ``window`` of them; ``made``: queries, keys and values too;
-    ``int8``: a cache of codes; ``adds``: the second launch, which adds the parts of a whole context."""
+    """Return a launch of attention to 4096 positions, or to a ``window`` of them. ``made``: the launch also computes
+    queries, keys and values; ``int8``: the cache holds codes; ``adds``: the second launch, which adds the parts of a
+    whole context."""
     heads, slots = 8 * groups, 4096
     tables = on_meta(rows, width, dtype=torch.bfloat16)
     query, cache = (
@@ -216,7 +217,7 @@ def names_of(kernel: triton.JITFunction) -> dict[int, str]:
 
 
 def edited(function: triton.JITFunction, old: str, new: str, folder: Path) -> triton.JITFunction:
-    """The function of a copy of its module's kernels in which ``new`` stands once in place of ``old``."""
+    """Return a kernel from a copy of its module's source in which ``new`` replaces the one occurrence of ``old``."""
     source = Path(function.fn.__code__.co_filename).read_text()
     assert source.count(old) == 1, f"{source.count(old)} times {old!r}"
     copy = folder / f"edited_{abs(hash((function.fn.__name__, old, new)))}.py"

@@ -1,4 +1,5 @@
-"""Accesses that look like a race and are intended: the lines, the reason, and a condition that is checked."""
+"""Lists accesses that look like a race but are intended, with their lines, the reason, and a condition that is
+checked."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -34,7 +35,8 @@ def _all_own_bits(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray | 
 
 
 def _foreign(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray:
-    """Cells in which the program that loads has not stored, before a barrier, the bits that the other one stores."""
+    """Return the cells in which the loading program has not itself stored, before a barrier, the bits that the other
+    program stores."""
     load, store = sorted((meeting.early, meeting.late), key=lambda access: access.kind)
     common, _, places = np.intersect1d(load.cells(meeting.width), store.cells(meeting.width), return_indices=True)
     own: dict[int, int] = {}
@@ -90,7 +92,8 @@ BY_DESIGN = (
 
 
 def by_design(meeting: Meeting, accesses: Sequence[Access]) -> Verdict | None:
-    """Return the reason for which the two accesses may meet, None without one. ``accesses`` are all of the launch."""
+    """Return the reason why the two accesses may overlap, None if there is none. ``accesses`` are all accesses of the
+    launch."""
     lines = _line(meeting.early.site), _line(meeting.late.site)
     for design in BY_DESIGN:
         if any(all(map(re.match, design.lines, each)) for each in (lines, lines[::-1])):

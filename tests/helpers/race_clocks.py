@@ -1,14 +1,14 @@
 """Happens-before between the programs of a launch, by vector clocks.
 
-A program counts its barriers: what it does between two of them is an interval. A program is many threads, and a single
-one makes an atomic operation. So an atomic with release semantics publishes the intervals that a barrier has ended, and
-not what the other threads have done since. One with acquire semantics makes what was published at its address known to
-that thread, and with the next barrier to all. Both need a scope that holds for other programs: gpu or sys. Read-modify-
-writes continue what earlier ones have published, whatever their own semantics; a plain store to the address ends it
-(PTX ISA, memory consistency model: release patterns, acquire patterns).
+A program counts its barriers; the part between two barriers is an interval. A program has many threads, but a single
+thread makes an atomic operation. An atomic with release semantics therefore publishes only the intervals that a barrier
+has ended. An atomic with acquire semantics makes the intervals published at its address known to that thread, and to
+all threads at the next barrier. Both need a scope that covers other programs: gpu or sys. Read-modify-writes continue
+earlier publications, whatever their own semantics; a plain store to the address ends them (PTX ISA, memory consistency
+model: release patterns, acquire patterns).
 
-The result of a scalar atomic reaches the other threads through shared memory, with a barrier: where the kernel uses
-the result, an interval ends. Where it does not, the compiler leaves that barrier out.
+The result of a scalar atomic reaches the other threads through shared memory and a barrier. If the kernel uses the
+result, an interval ends there. Otherwise the compiler leaves that barrier out.
 """
 
 from collections.abc import Mapping
@@ -39,12 +39,12 @@ class Clocks:
         self._known.setdefault(program, {})
 
     def known(self, program: int) -> Clock:
-        """Return the clock that all threads of ``program`` know. It is replaced and never changed: callers may keep
-        it."""
+        """Return the clock that all threads of ``program`` know. Callers may keep it, since it is replaced and never
+        modified."""
         return self._known[program]
 
     def barrier(self, program: int) -> bool:
-        """Returns whether the program's threads know more than before."""
+        """End an interval of a program. Returns True if its threads know more than before."""
         self.interval[program] += 1
         acquired = self._acquired.pop(program, {})
         known = dict(self._known[program])
@@ -54,7 +54,7 @@ class Clocks:
         return news
 
     def atomic(self, program: int, addresses: np.ndarray, semantics: str, scope: str) -> None:
-        """``semantics``: relaxed, acquire, release or acq_rel."""
+        """Make an atomic. ``semantics`` is relaxed, acquire, release or acq_rel."""
         if scope not in EVERYWHERE:
             return
         acquired = self._acquired.setdefault(program, {})
@@ -69,7 +69,7 @@ class Clocks:
                 _merge(published, {program: self.interval[program]})
 
     def stored(self, addresses: np.ndarray) -> None:
-        """A plain store: what is read there next is no longer what an atomic has written."""
+        """Record a plain store, which replaces values that an atomic wrote."""
         if self._published:
             for address in np.intersect1d(addresses, np.fromiter(self._published, np.uint64)).tolist():
                 del self._published[address]

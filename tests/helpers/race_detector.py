@@ -1,19 +1,19 @@
-"""Checks launches that Triton's interpreter runs for what a GPU, which runs the programs of a grid at once, may do
-differently.
+"""Checks launches of Triton's interpreter for results that may differ on a GPU, which runs the programs of a grid at
+once.
 
 The interpreter runs one program after the other, so its results do not show a race. The detector
 
-* records every load, store, atomic and barrier, and objects to two accesses of one place, at least one a store, that
-  nothing orders (``race_clocks``): of two programs, and of one program without a barrier between them, because the
-  threads that make the one need not be those that make the other;
-* objects to loads of bytes that nobody has written, to accesses of memory that the launch was not given, and to
-  counters that hold something else after the launch than before;
-* runs the launch again in other orders of its programs from the same memory, and compares what it leaves bit for bit.
+* records every load, store, atomic and barrier, and reports two unordered accesses of one place, at least one of them
+  a store (``race_clocks``): accesses of two programs, and accesses of one program without a barrier between them,
+  because different threads may make them;
+* reports loads of unwritten bytes, accesses of memory that the launch was not given, and counters whose values differ
+  after the launch;
+* runs the launch again in other orders of its programs from the same memory, and compares the results bit for bit.
 
-What a kernel does on purpose is listed in ``race_by_design``, with the reason, and held to a condition of its own.
+``race_by_design`` lists intended accesses with the reason, and a condition that each must meet.
 
-Not seen: orders of arrival that no run takes, the threads of a program, tensor memory, TMA, and shared memory, whose
-barriers the compiler places.
+The detector does not see orders of arrival that no run has, the threads of a program, tensor memory, TMA, and shared
+memory, whose barriers the compiler places.
 """
 
 import random
@@ -29,7 +29,8 @@ from race_memory import Memory
 from race_pairs import Meeting, meetings
 
 ORDERS = ("forward", "reversed", "shuffled", "delayed")
-"""``delayed``: shuffled, and a program sees another's stores once it has acquired them, or when the launch is over."""
+"""In the order ``delayed``, which is shuffled too, a program sees another's stores when it has acquired them or the
+launch has ended."""
 
 
 class Finding(NamedTuple):
@@ -88,7 +89,7 @@ class Launch:
             self._reveal()
 
     def _reveal(self) -> None:
-        """Makes visible what the program has acquired; its own stores stay on top."""
+        """Make stores that the program has acquired visible to it; its own stores take precedence."""
         known, own = self.clocks.known(self.program), []
         for access in self.accesses:
             if access.kind != "store" or access.number in self._revealed:
@@ -102,7 +103,8 @@ class Launch:
             self.changes.write(access.addresses, access.values)
 
     def finish(self, shuffle: Callable[[list], None]) -> None:
-        """Makes all stores visible: in the order of the run where programs wait for each other, else in any order."""
+        """Make all stores visible, in the order of the run if programs wait for each other, otherwise in random
+        order."""
         if not self.delayed:
             return
         stores = [access for access in self.accesses if access.kind == "store"]
@@ -116,10 +118,10 @@ class Launch:
 
 
 class Detector:
-    """Runs launches and counts what it finds: ``findings``. ``memory``: None if it is not known what is allocated.
+    """Runs launches and counts its ``findings``.
 
-    ``orders``: those in which each launch is run. What the first one leaves is what stays. In those of ``analysed``
-    accesses are compared, in all others results alone.
+    ``memory`` is None if allocations are unknown. ``orders`` are the orders in which each launch is run; the results of
+    the first one remain. In the orders ``analysed`` accesses are compared, in all others only results.
     """
 
     def __init__(self, orders: Sequence[str] = ORDERS, analysed: Sequence[str] = ORDERS, seed: int = 0):
@@ -140,7 +142,7 @@ class Detector:
         return "\n".join(f"{count} x {finding}" for finding, count in self.findings.items())
 
     def run(self, kernel: str, programs: Sequence, run: Callable) -> None:
-        """``run(program)``: one of ``programs`` by the interpreter."""
+        """Run a launch in all orders. ``run(program)`` runs one of ``programs`` by the interpreter."""
         self.launches[kernel] += 1
         first = left = None
         for order in self.orders:
@@ -183,7 +185,7 @@ class Detector:
         return launch
 
     def _analyse(self, launch: Launch) -> list[tuple[Meeting, Verdict]]:
-        """Returns the meetings that are by design if what is loaded is of no use."""
+        """Return the meetings that are by design only if the loaded values are not used."""
         accesses, suspects = launch.accesses, []
         for meeting in meetings(accesses):
             verdict = by_design(meeting, accesses)
@@ -203,7 +205,7 @@ class Detector:
     def _prove_unused(
         self, launch: Launch, left: list, suspects: list, sequence: list[int], programs: Sequence, run: Callable
     ) -> None:
-        """Runs ``launch`` again with other values in cells that should be of no use, and compares what it leaves."""
+        """Run ``launch`` again with other values in cells that should not matter, and compare the results."""
         again = Launch(launch.kernel, launch.delayed, self.reach)
         for meeting, verdict in suspects:
             load = next(access for access in (meeting.early, meeting.late) if access.kind == "load")
@@ -238,8 +240,8 @@ class Detector:
     # What the hooks tell of the program that runs now
 
     def inside(self, addresses: np.ndarray, size: int, what: str) -> np.ndarray:
-        """bool [n]: which elements the launch may touch; none of the others is to be read or written. ``what``: a load
-        from, a store to, an atomic on."""
+        """Return bool [n]: the elements that the launch may access; the others must not be read or written. ``what`` is
+        "a load from", "a store to" or "an atomic on"."""
         if self.memory is None:
             return np.ones(addresses.shape, bool)
         inside = self.memory.inside(addresses, size)
@@ -248,7 +250,7 @@ class Detector:
         return inside
 
     def load(self, addresses: np.ndarray, size: int) -> np.ndarray | None:
-        """Returns which elements must be given another value than memory holds; None if none."""
+        """Return the elements whose loaded value must differ from memory, None if there are none."""
         site = current_site()
         access = self.launch.note("load", addresses, size, site)
         if self._watches_memory and (name := self.memory.unwritten(addresses, size)):
@@ -264,7 +266,7 @@ class Detector:
             self.memory.write(addresses, size)
 
     def atomic(self, addresses: np.ndarray, size: int, semantics: str, scope: str) -> Callable[[], None]:
-        """Check an atomic before it is made. Returns what to call once its result is used."""
+        """Check an atomic before it is made. Returns the function to call when its result is used."""
         launch, site = self.launch, current_site()
         launch.atomic(addresses, size, semantics, scope, site)
 

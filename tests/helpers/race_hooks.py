@@ -1,4 +1,4 @@
-"""Has a ``race_detector.Detector`` told of what Triton's interpreter does.
+"""Reports the operations of Triton's interpreter to a ``race_detector.Detector``.
 
 with watching(Detector()) as detector:
     ...  # launches kernels by the interpreter
@@ -58,7 +58,7 @@ def _bytes(pointers: TensorHandle) -> int:
 def _chosen(
     detector: Detector, pointers: TensorHandle, mask: TensorHandle | np.ndarray, what: str
 ) -> tuple[np.ndarray, TensorHandle]:
-    """The addresses of the elements that are to be touched; the mask, without those that the launch may not touch."""
+    """Return the addresses of the elements to access, and the mask without elements that the launch may not access."""
     here = (mask.data if isinstance(mask, TensorHandle) else mask).astype(bool)
     addresses = pointers.data[here]
     if addresses.size:
@@ -113,7 +113,7 @@ def _name(value: Any) -> str:
 
 
 def _know(memory: Memory, arguments: list[Any]) -> None:
-    """Whole tensors that are not known as fresh are written."""
+    """Register the tensors among ``arguments``; those not known as fresh count as written."""
     for each in arguments:
         if isinstance(each, torch.Tensor):
             storage = each.untyped_storage()
@@ -124,7 +124,7 @@ def _know(memory: Memory, arguments: list[Any]) -> None:
 
 def _launch(detector: Detector, of_arguments: bool) -> Callable:
     def run(self, *args, **kwargs):
-        """``GridExecutor.__call__`` on tensors of the host, the order of the programs left to the detector."""
+        """Do the same as ``GridExecutor.__call__`` on host tensors, in the detector's order of programs."""
         kwargs = {name: value for name, value in kwargs.items() if name in inspect.getfullargspec(self.fn).args}
         for hook in self.pre_run_hooks:
             hook(*args, **kwargs)
@@ -158,7 +158,7 @@ def _launch(detector: Detector, of_arguments: bool) -> Callable:
 
 @contextmanager
 def _language_changed_once() -> Iterator[None]:
-    """The interpreter changes the language for each call of a function on the device; once a launch is enough."""
+    """Let the interpreter patch Triton's language once per launch, instead of at each call of a device function."""
     change, changed = interpreter._patch_lang, set()
 
     def once(function: Callable) -> Any:
@@ -177,8 +177,8 @@ _watching: list[Detector] = []
 
 @contextmanager
 def watching(detector: Detector, of_arguments: bool = False) -> Iterator[Detector]:
-    """Check every launch of the interpreter. ``of_arguments``: a launch may touch the tensors that it is given and
-    nothing else; what ``fresh_memory`` sees allocated nobody has written."""
+    """Check every launch of the interpreter. ``of_arguments``: a launch may access only its tensor arguments, and
+    memory allocated under ``fresh_memory`` counts as unwritten."""
     if of_arguments:
         detector.memory = Memory()
     _watching.append(detector)
@@ -191,8 +191,8 @@ def watching(detector: Detector, of_arguments: bool = False) -> Iterator[Detecto
 
 @contextmanager
 def fresh_memory() -> Iterator[None]:
-    """Tells the detector that watches, if one does, of what ``torch.empty`` and ``torch.empty_like`` allocate, and
-    fills it with bits that are NaN in every floating type."""
+    """Report the memory that ``torch.empty`` and ``torch.empty_like`` allocate to the watching detector, if any, and
+    fill it with bits that are NaN in every floating type."""
     memory = next((detector.memory for detector in reversed(_watching) if detector.memory is not None), None)
     if memory is None:
         yield

@@ -44,7 +44,7 @@ def _site(code: CodeType, line: int) -> Site:
 
 
 def current_site() -> Site:
-    """The innermost line of a kernel on Python's stack."""
+    """Return the innermost line of a kernel on Python's stack."""
     frame = sys._getframe(1)
     while frame is not None:
         if not any(part in frame.f_code.co_filename for part in _NOT_KERNELS):
@@ -82,32 +82,32 @@ class Access:
 
     @property
     def released_as(self) -> int:
-        """The interval that a program must have seen of this one for the access to come before. A single thread makes
-        an atomic, and releases it with what came before the last barrier."""
+        """The interval of this program that another one must know for the access to happen before it. An atomic is made
+        by a single thread, which releases only what came before the last barrier."""
         return self.interval - 1 if self.kind == "atomic" else self.interval
 
     def is_before(self, other: "Access") -> bool:
-        """Return whether this access happened before ``other``, one of another program."""
+        """Return True if this access happened before ``other``, an access of another program."""
         return self.released_as < other.seen.get(self.program, 0)
 
     def cells(self, width: int) -> np.ndarray:
-        """Numbers of the units of ``width`` bytes that it touches: [n * size / width]."""
+        """Return the numbers of the units of ``width`` bytes that the access touches: [n * size / width]."""
         first = self.addresses // np.uint64(width)
         return (first[:, None] + np.arange(self.size // width, dtype=np.uint64)).ravel()
 
     def pieces(self, width: int) -> np.ndarray:
-        """The bits that it stores in each of its ``cells``."""
+        """Return the bits that the access stores in each of its ``cells``."""
         return np.ascontiguousarray(self.values).view(f"u{width}")
 
 
 class Reach:
-    """Reads and writes memory where a kernel does, by the interpreter's own ``load`` and ``store``."""
+    """Reads and writes the memory of kernels, by the interpreter's own ``load`` and ``store``."""
 
     def __init__(self, load: Callable, store: Callable):
         self._load, self._store = load, store
 
     def peek(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Unsigned integers of ``size`` bytes."""
+        """Return the values at the addresses as unsigned integers of ``size`` bytes."""
         return self._load(interpreter.interpreter_builder, *_place(addresses, size), None, None, None, False).data
 
     def poke(self, addresses: np.ndarray, values: np.ndarray) -> None:
@@ -130,13 +130,13 @@ class Change(NamedTuple):
 
 
 class Changes:
-    """Every change of memory since the launch began, so that it can be taken back."""
+    """Records every change of memory since the launch began, so that it can be undone."""
 
     def __init__(self, reach: Reach):
         self._reach, self._made = reach, []
 
     def note(self, addresses: np.ndarray, size: int, atomic: bool = False) -> None:
-        """Note what memory holds before it is written."""
+        """Record the content of memory before it is written."""
         self._made.append(Change(addresses, self._reach.peek(addresses, size), atomic))
 
     def write(self, addresses: np.ndarray, values: np.ndarray) -> None:
@@ -147,7 +147,7 @@ class Changes:
         return len(self._made)
 
     def take_back(self, mark: int = 0, atomics: bool = True) -> None:
-        """Undoes what was changed since ``mark``; without ``atomics`` what atomic operations did stays."""
+        """Undo the changes since ``mark``; without ``atomics``, changes by atomic operations stay."""
         kept = []
         for change in reversed(self._made[mark:]):
             if change.atomic and not atomics:
@@ -157,7 +157,7 @@ class Changes:
         self._made[mark:] = reversed(kept)
 
     def now(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Addresses that were changed, and what they hold now."""
+        """Return the changed addresses and their present values."""
         return [(change.addresses, self._reach.peek(change.addresses, change.before.itemsize)) for change in self._made]
 
     def first_of_atomics(self) -> dict[int, tuple[int, int]]:

@@ -28,7 +28,7 @@ class Memory:
         self._allocations: list[Allocation] = []
 
     def allocate(self, address: int, size: int, name: str, written: bool) -> None:
-        """``written``: whether all of its bytes are, or none."""
+        """Add an allocation. ``written``: True if all of its bytes count as written, False if none."""
         if not size:
             return
         self.free(address, size)
@@ -49,7 +49,7 @@ class Memory:
         return self._allocations[at] if at >= 0 and address < self._allocations[at].end else None
 
     def inside(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """bool [n]: whether the ``size`` bytes at each address lie in one allocation."""
+        """Return bool [n]: True if the ``size`` bytes at an address lie in one allocation."""
         found = np.zeros(addresses.shape, bool)
         for _, here in self._of(addresses, size):
             found |= here
@@ -61,7 +61,7 @@ class Memory:
                 allocation.written[_bytes(allocation, addresses[here], size)] = True
 
     def unwritten(self, addresses: np.ndarray, size: int) -> str:
-        """The name of an allocation of which some of these bytes are not written, empty if all are."""
+        """Return the name of an allocation in which some of these bytes are unwritten, "" if all are written."""
         for allocation, here in self._of(addresses, size):
             written = allocation.written
             if written is not None and not written[_bytes(allocation, addresses[here], size)].all():
@@ -69,7 +69,7 @@ class Memory:
         return ""
 
     def _of(self, addresses: np.ndarray, size: int) -> Iterator[tuple[Allocation, np.ndarray]]:
-        """Each allocation with bool [n]: which elements lie in it."""
+        """Yield each allocation with bool [n], True for the elements that lie in it."""
         left = np.ones(addresses.shape, bool)
         while left.any():
             lowest = addresses[left].min()

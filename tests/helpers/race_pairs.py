@@ -1,4 +1,4 @@
-"""Finds the accesses of a launch that meet in memory with nothing that orders them."""
+"""Finds unordered accesses of a launch to the same memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ MOST_WRITERS = 64
 
 @dataclass(eq=False)
 class Meeting:
-    """Two accesses of common places, at least one of which writes, with nothing that orders them; or one store whose
-    lanes write one place."""
+    """Two unordered accesses to the same memory, at least one of which writes; or one store whose lanes write to the
+    same place."""
 
     early: Access
     """The one that came first in this run."""
@@ -26,12 +26,12 @@ class Meeting:
         return self.early.program == self.late.program
 
     def common(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cells that both touch, and where in the cells of each."""
+        """The cells that both accesses touch, and their indices in the cells of each."""
         early, late = self.early.cells(self.width), self.late.cells(self.width)
         return np.intersect1d(early, late, return_indices=True)
 
     def same_bits(self) -> bool:
-        """Return whether the stores write the same bits to every place that both write."""
+        """Return True if the stores write the same bits to every place that both write."""
         if self.early.values is None or self.late.values is None:
             return False
         if self.early is self.late:
@@ -56,7 +56,7 @@ class Meeting:
 
 
 class Writes:
-    """The places that a launch writes, sorted, each with the accesses that do."""
+    """The places that a launch writes, sorted, each with the accesses that write it."""
 
     def __init__(self, accesses: Sequence[Access]):
         writes = [access for access in accesses if access.writes]
@@ -69,7 +69,7 @@ class Writes:
         self.cells, self.numbers = self.cells[order], self.numbers[order]
 
     def meeting_each_other(self) -> set[tuple[int, int]]:
-        """Pairs of accesses that write a common place; a store with itself where its lanes do."""
+        """Return the pairs of accesses that write a common place; a store whose lanes do so is paired with itself."""
         pairs: set[tuple[int, int]] = set()
         for apart in range(1, min(MOST_WRITERS, len(self.cells) - 1) + 1):
             same = self.cells[apart:] == self.cells[:-apart]
@@ -80,7 +80,7 @@ class Writes:
         return pairs
 
     def meeting(self, load: Access) -> set[int]:
-        """Accesses that write what ``load`` reads."""
+        """Return the accesses that write a place that ``load`` reads."""
         if not self.cells.size:
             return set()
         cells = load.cells(self.width)
@@ -93,7 +93,8 @@ class Writes:
 
 
 def meetings(accesses: Sequence[Access]) -> Iterator[Meeting]:
-    """Yield the pairs of ``accesses`` that touch the same bytes and that nothing orders; numbers are indices."""
+    """Yield the pairs of ``accesses`` that touch the same bytes without an order between them; the numbers are
+    indices."""
     writes = Writes(accesses)
     pairs = writes.meeting_each_other()
     for load in accesses:

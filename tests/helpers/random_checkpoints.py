@@ -98,8 +98,8 @@ MAVERICK = LLAMA4 | {
 
 
 def gemma4_sharing_keys(size: dict, fields: dict) -> Gemma4ForCausalLM:
-    """The last third of the layers share keys, of four layers two. Of six, those that store keys for them are the third
-    and the fourth, each behind another of its kind."""
+    """Return a Gemma 4 whose last third of layers (two of four) share keys. With six layers, the third and the fourth
+    store keys for them, and each follows another layer of its kind."""
     count = size["num_hidden_layers"]
     kinds = ["sliding_attention", "full_attention"] * (count // 2)
     config = Gemma4TextConfig(**size, **fields, layer_types=kinds, num_kv_shared_layers=math.ceil(count / 3))
@@ -125,7 +125,8 @@ FAMILIES = {
 
 
 def random_model(name: str, **changes):
-    """A transformers model of a target's family whose norms, scalars and logits are far from their initial values."""
+    """Return a transformers model of a target's family whose norms, scalars and logits are far from their initial
+    values."""
     torch.manual_seed(7)
     model = FAMILIES[name](SIZE | changes).float().eval().requires_grad_(False)
     for key, value in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
@@ -143,10 +144,10 @@ def random_model(name: str, **changes):
 def save_random_draft(
     folder: Path, config, aux_layers=(1, 3, 4), draft_vocab: int = 48, changes=None, window: int = 0
 ) -> Path:
-    """A speculators folder of a random draft head that fits a target's text configuration.
+    """Write a speculators folder with a random draft head for a target's text configuration.
 
-    ``changes`` edits the tensors before they are saved: name to tensor, or to None to leave one out. ``window``: of the
-    head's own attention, 0 for none.
+    ``changes`` maps names to tensors that replace others, or to None to remove one. ``window`` is the sliding window of
+    the head's own attention, 0 for none.
     """
     torch.manual_seed(11)
     hidden, heads, head_dim = config.hidden_size, 4, config.hidden_size // 4
@@ -203,8 +204,8 @@ def save_random_draft(
 def save_random_dflash(
     folder: Path, config, aux_layers=(1, 3, 4), draft_vocab: int = 48, block: int = 5, **keys
 ) -> Path:
-    """A speculators folder of a random DFlash head of two layers that fits a target's text configuration. ``keys`` are
-    of its configuration; those of its layers are in ``layer``."""
+    """Write a speculators folder with a random DFlash head of two layers for a target's text configuration. ``keys``
+    are keys of its configuration, ``layer`` those of its layers."""
     torch.manual_seed(13)
     hidden, heads, head_dim = config.hidden_size, 4, config.hidden_size // 4
     shapes = {"fc.weight": (hidden, len(aux_layers) * hidden), "lm_head.weight": (draft_vocab, hidden)}
@@ -256,7 +257,7 @@ def save_random_dflash(
 
 
 def save_random_xpress(folder: Path, config, aux_layers=(1, 3, 4), rank: int = 16, **keys) -> Path:
-    """A speculators folder of a random xPress: a DFlash as above, and a refiner."""
+    """Write a speculators folder with a random xPress: a DFlash as above, and a refiner."""
     named = {"architectures": ["XPressDraftModel"], "speculators_model_type": "xpress", "xpress_rank": rank}
     save_random_dflash(folder, config, aux_layers, **named | keys)
     described, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -271,7 +272,7 @@ def save_random_xpress(folder: Path, config, aux_layers=(1, 3, 4), rank: int = 1
 
 
 def save_random_domino(folder: Path, config, aux_layers=(1, 3, 4), gru: int = 32, rank: int = 16, **keys) -> Path:
-    """A speculators folder of a random Domino: a DFlash as above, and a GRU."""
+    """Write a speculators folder with a random Domino: a DFlash as above, and a GRU."""
     named = {"projector_type": "domino", "gru_hidden_dim": gru, "emb_dim": rank}
     save_random_dflash(folder, config, aux_layers, **named | keys)
     described, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -293,8 +294,8 @@ ASSISTANTS = {
 
 
 def random_assistant(config, ordered: bool = False, **changes):
-    """transformers' own assistant with random weights, for a target with transformers' text configuration ``config``.
-    ``changes`` are of its text configuration."""
+    """Return transformers' own assistant with random weights, for a target with transformers' text configuration
+    ``config``. ``changes`` are changes of its text configuration."""
     layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
     overrides = config.per_layer_config[config.layer_types.index("full_attention")]
     sizes = {"num_hidden_layers": 3, "layer_types": layer_types, "hidden_size": 48, "intermediate_size": 96}
@@ -321,8 +322,8 @@ def save_random_assistant(folder: Path, config, ordered: bool = False, **changes
 
 
 def save_random_mlp(folder: Path, config, **changes) -> Path:
-    """An MLP speculator with random weights, for a target with transformers' text configuration ``config``, as
-    published ones are written: tied, so that later stages have no weights of their own."""
+    """Write an MLP speculator with random weights, for a target with transformers' text configuration ``config``, in
+    the published form: tied, so that later stages have no weights of their own."""
     described = {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "n_predict": 4}
     described |= {"emb_dim": config.hidden_size, "inner_dim": 48, "vocab_size": config.vocab_size}
     described |= {"tie_weights": True, "scale_input": True, "n_candidates": 5, "top_k_tokens_per_head": [4, 3, 2, 2]}

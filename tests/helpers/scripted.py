@@ -1,7 +1,7 @@
-"""A scripted session: a target whose greedy tokens are a function of the prefix, a draft that is told what to propose.
+"""A scripted session: the target's greedy tokens are a function of the prefix, and so are the draft's proposals.
 
-Its caches keep what real ones keep, and refuse what would corrupt them: gaps, reads of what was never written, was
-overwritten or belongs to another prefix, and features that do not belong to their slot.
+Its caches hold what real caches hold, and refuse incorrect accesses: gaps, reads of entries that were never written,
+were overwritten or belong to another prefix, and features that do not belong to their slot.
 """
 
 from collections import Counter
@@ -52,8 +52,8 @@ def scripted_metadata(
 
 
 class Entry(NamedTuple):
-    """Keys and values at a position: they depend on all tokens (``prefix``) up to its own. ``guessed``: on a feature
-    that is not the target's."""
+    """The keys and values at a position, which depend on all tokens (``prefix``) up to its own. ``guessed``: they
+    depend on a feature that is not the target's."""
 
     position: int
     prefix: tuple[int, ...]
@@ -61,8 +61,8 @@ class Entry(NamedTuple):
 
 
 class ScriptedCache:
-    """A cache: with a ``window`` a ring of two windows, in whose slots the last write wins; without, a slot per
-    position."""
+    """A cache. With a ``window`` it is a ring of two windows, whose slots hold the last write; without one it has a
+    slot per position."""
 
     def __init__(self, window: int):
         self.window = window
@@ -78,7 +78,8 @@ class ScriptedCache:
         return entry
 
     def check(self, entry: Entry, seeded: int | None = None) -> None:
-        """All that a row attends to is there, and of its own prefix; before slot ``seeded`` nothing is guessed."""
+        """Check that every entry that a row attends to exists and has the row's prefix, and that none before slot
+        ``seeded`` is guessed."""
         behind = len(entry.prefix) - entry.position
         for position in range(max(0, entry.position - self.window + 1) if self.window else 0, entry.position + 1):
             held = self[position]
@@ -90,10 +91,11 @@ class ScriptedCache:
 
 
 class ScriptedSession:
-    """``greedy(prefix) -> token`` is the target; ``proposal(prefix) -> token`` the draft, each of a tuple of ids.
+    """A session of two functions of a tuple of ids:
 
-    The feature of position p is [p, its number]: a draft slot checks that it got its own. A call raises ``failure``
-    where ``calls_left`` comes to 0, after ``rows_written`` of its rows.
+    ``greedy(prefix) -> token`` is the target and ``proposal(prefix) -> token`` the draft. The feature of position p is
+    [p, its number], so that a draft slot checks that it got its own. The call at which ``calls_left`` reaches 0 raises
+    ``failure`` after ``rows_written`` of its rows.
     """
 
     def __init__(self, metadata: Metadata, greedy: Callable, proposal: Callable):
@@ -173,7 +175,8 @@ class ScriptedSession:
         return Step(torch.tensor([prefix[-self.metadata.proposals :]]), torch.tensor([[[-1.0, 0.0]]]))
 
     def speculate(self, tokens, input_pos):
-        """Draft rows behind the accepted ones are written too, with what belongs to no prefix."""
+        """Run a fused round. It also writes draft rows after the accepted ones, with entries that belong to no
+        prefix."""
         (first, *_), window = input_pos.tolist(), tokens[0].tolist()
         assert len(window) == self.metadata.chain_len + 1
         assert first + 2 * len(window) <= self.metadata.max_seq_len, "the next window may not fit"
@@ -192,7 +195,7 @@ class ScriptedSession:
 
 
 class ThreeMethods:
-    """A session without ``speculate``: each round takes three methods."""
+    """A session without ``speculate``, so that each round calls three methods."""
 
     has_speculate = False
 
@@ -204,7 +207,7 @@ class ThreeMethods:
 
 
 def greedy_sequence(greedy: Callable, prompt: list[int], count: int, stop_ids=(), max_seq_len: int = 64) -> list[int]:
-    """Return the tokens of decoding token by token."""
+    """Return the tokens of decoding one token at a time."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < count and len(tokens) < max_seq_len:
         tokens.append(greedy(tuple(tokens)))

@@ -1,4 +1,4 @@
-"""A server over a loaded model in this process: uvicorn on the loopback, in a thread."""
+"""Runs a server for a loaded model in this process, with uvicorn on the loopback, in a thread."""
 
 import asyncio
 import shutil
@@ -30,7 +30,7 @@ class Served:
         self._server = server
 
     def stop(self) -> None:
-        """Do as at SIGTERM."""
+        """Stop as at SIGTERM."""
         self._server.should_exit = True
 
     def post(self, path: str, given: dict, **more) -> httpx.Response:
@@ -42,7 +42,7 @@ class Served:
 
 
 def dialogue_in(template: str, session, folder) -> Dialogue:
-    """Make a dialogue in another chat template, over the shipped tokenizer, whose files are copied into an empty
+    """Return a dialogue with another chat template and the shipped tokenizer, whose files are copied into an empty
     ``folder``."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGETS["gemma4-tiny"].checkpoint / name, folder / name)
@@ -51,7 +51,7 @@ def dialogue_in(template: str, session, folder) -> Dialogue:
 
 
 def read(dialogue: Dialogue, turn, texts: list[str]) -> Answer:
-    """An answer of a job whose rounds gave these texts."""
+    """Return the answer of a job whose rounds gave these texts."""
 
     async def whole() -> Answer:
         job = Job(turn.prompt, {}, asyncio.get_running_loop(), Times(0.0))
@@ -75,7 +75,7 @@ def free_port() -> int:
 
 
 def service_of(models: list[Model], folder, max_queue: int = 64, **defaults) -> Service:
-    """Requests are greedy unless they say otherwise."""
+    """Return a service whose requests are greedy by default."""
     metrics = Metrics("tiny")
     engine = Engine(models, max_queue, metrics.add, {})
     metrics.watch(lambda: engine.running, lambda: engine.waiting)
@@ -84,7 +84,7 @@ def service_of(models: list[Model], folder, max_queue: int = 64, **defaults) -> 
 
 @contextmanager
 def serviced(models: list[Model], folder):
-    """A service without a server."""
+    """Yield a service without a server."""
     service = service_of(models, folder)
     try:
         yield service

@@ -1,4 +1,4 @@
-"""A shared library's record of other libraries, as binutils reads it."""
+"""Reads the libraries that a shared library lists as needed, with binutils."""
 
 import re
 import subprocess
@@ -6,6 +6,6 @@ from pathlib import Path
 
 
 def loaded_by(library: Path) -> list[str]:
-    """The names of the libraries that the loader loads with ``library``."""
+    """Return the names of the libraries that the loader loads with ``library``."""
     dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     return re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)

@@ -1,7 +1,7 @@
-"""A simulated machine and text: what a round costs, and how many of its proposals are accepted.
+"""Simulates a machine and a text: the cost of a round, and how many of its proposals are accepted.
 
-A speed is the tokens that the rounds are expected to yield, by their undisturbed seconds: luck, noise and stalls matter
-only where they change what lengths are chosen.
+A speed is the expected tokens of the rounds divided by their undisturbed seconds, so luck, noise and stalls matter only
+if they change the chosen lengths.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,8 @@ from eagle3.runner.chain.chain import FixedChain
 
 @dataclass(frozen=True)
 class Text:
-    """``rates`` of acceptance by turns, each for ``phase`` tokens; the same at every position of a chain."""
+    """A text with acceptance ``rates`` in turn, each for ``phase`` tokens. A rate is the same at every position of a
+    chain."""
 
     rates: tuple[float, ...]
     phase: int = 1
@@ -24,7 +25,8 @@ class Text:
 
 
 class Round(NamedTuple):
-    """``tokens`` are expected, ``seconds`` undisturbed; ``end`` counts the tokens of the text so far."""
+    """A round: its expected ``tokens``, its undisturbed ``seconds``, and ``end``, the number of tokens of the text so
+    far."""
 
     length: int
     tokens: float
@@ -34,7 +36,8 @@ class Round(NamedTuple):
 
 @dataclass
 class Machine:
-    """A round takes a step of the target, some more for each other row, and steps of the draft, in seconds."""
+    """A machine on which a round takes a step of the target, some time for each further row, and draft steps, in
+    seconds."""
 
     step: float = 1.0
     row: float = 0.02
@@ -60,8 +63,8 @@ class Machine:
 def play(
     machine: Machine, text: Text, chain, tokens: int, seed: int = 0, generation: int | None = None, cut: int = 0
 ) -> list[Round]:
-    """The rounds of ``tokens`` tokens, in generations of ``generation`` tokens, as ``runner.loop`` would ask for them.
-    In the last 2 ``cut`` tokens of each generation a round proposes 1 token at most, as at the context's end."""
+    """Return the rounds of ``tokens`` tokens, in generations of ``generation`` tokens, as ``runner.loop`` would request
+    them. In the last 2 ``cut`` tokens of each generation a round proposes at most 1 token, as at the context's end."""
     random, rounds, slow_rounds, before = Random(seed), [], 0, None
     end, start = 0, None
     while end < tokens:
@@ -89,14 +92,14 @@ def play(
 
 
 def speed(rounds: Sequence[Round]) -> float:
-    """Tokens a second."""
+    """Return the tokens per second."""
     return sum(each.tokens for each in rounds) / sum(each.seconds for each in rounds)
 
 
 def to_the_best(
     machine: Machine, text: Text, make_chain, tokens=3000, after=600, longest=7, seeds=4, **options
 ) -> float:
-    """The speed of ``make_chain()`` from token ``after`` on, to that of the best fixed length."""
+    """Return the speed of ``make_chain()`` from token ``after`` on, divided by that of the best fixed length."""
 
     def of(make, seeds: int) -> float:
         rounds = [play(machine, text, make(), tokens, seed, **options) for seed in range(seeds)]

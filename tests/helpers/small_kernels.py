@@ -1,4 +1,5 @@
-"""Kernels of a few lines, compiled for a GPU without one, to try the stand-in with: it is plain what a GPU would do."""
+"""Kernels of a few lines, compiled without a GPU, to test the stand-in for the driver; a GPU's behaviour is obvious for
+each."""
 
 import ctypes
 import hashlib
@@ -93,7 +94,7 @@ SCALARS = {"i32": ctypes.c_int32}
 
 
 def compiled(name: str, arch: int = 90) -> bytes:
-    """The machine code of a kernel, a cubin; its pointers are compiled for multiples of 16."""
+    """Return the machine code of a kernel, a cubin whose pointers are compiled for multiples of 16."""
     function, signature, constants = SIGNATURES[name]
     kinds = signature | dict.fromkeys(constants, "constexpr")
     aligned = {(at,): [["tt.divisibility", 16]] for at, kind in enumerate(signature.values()) if kind[0] == "*"}
@@ -102,7 +103,8 @@ def compiled(name: str, arch: int = 90) -> bytes:
 
 
 class SmallKernels:
-    """The kernels above on a device: ``launch`` as a library would. ``arch``: of the device they are made for."""
+    """The kernels above on a device, launched as a library would. ``arch`` is the architecture for which they are
+    compiled."""
 
     def __init__(self, device: StandIn, names: Sequence[str] = tuple(SIGNATURES), arch: int = 90):
         self.device, folder = device, Path(tempfile.mkdtemp(prefix="small-kernels-"))
@@ -123,8 +125,8 @@ class SmallKernels:
         stream: Any = None, shared: int = 0, function: ctypes.c_void_p | None = None,
         attributes: dict[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """``values``: addresses and numbers, in the order of the signature; Triton's two pointers follow.
-        ``attributes``: values of a launch's attributes by number; None: a plain launch."""
+        """Launch a kernel. ``values`` are addresses and numbers in the order of the signature; Triton's two pointers
+        follow. ``attributes`` maps numbers of launch attributes to values; None is a plain launch."""
         kinds = [*SIGNATURES[name][1].values(), "*", "*"]
         given = [SCALARS.get(kind, ctypes.c_uint64)(value) for kind, value in zip(kinds, (*values, 0, 0))]  # noqa: B905
         places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
@@ -138,7 +140,7 @@ class SmallKernels:
 
 
 def _kept(folder: Path, name: str, image: bytes) -> Path:
-    """Write a kernel as ``cuda_artifact.py`` keeps it, and return the file."""
+    """Write a kernel in the form that ``cuda_artifact.py`` keeps, and return the file."""
     function, signature, constants = SIGNATURES[name]
     lines = Path(__file__).read_text().split("\n\n\n")
     (text,) = (each for each in lines if each.startswith(f"def {name}("))

@@ -1,4 +1,4 @@
-"""Small launches of every kernel of this project, K and positions divided among programs."""
+"""Small launches of every kernel of this project, with K and positions split among programs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -120,7 +120,7 @@ def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False
 
 
 def experts_of(rows: int) -> None:
-    """Launch 4 experts of which each row chooses 2, with rows of outputs and of K that fill no tile."""
+    """Launch 4 experts of which each row chooses 2, with outputs and K that fill no tile."""
     x, weights, (chosen, factors) = _rows(rows, 96), weights_of(4, 96, 32), choices(rows, 4, 2)
     kernel = int4_experts.int4_experts_small_m_kernel
     inner = int4_experts._launch_experts(kernel, x, *weights[:2], chosen, factors, sums.SILU)
@@ -140,7 +140,7 @@ ATTENTION = attention, heads, sums
 
 
 def with_whole_tiles(product: Callable[..., None], multiprocessors: int, **given: object) -> Small:
-    """A product on a GPU so small that some of its tiles have one program and the rest two."""
+    """Return a product on a GPU so small that some of its tiles have one program and the others two."""
 
     def run() -> None:
         divisions, programs = [], sums.Division.programs

@@ -1,6 +1,7 @@
-"""Faults put into gemma4-tiny's CUDA artifact, its kernels and the runner by hand, one at a time: what is said of each.
+"""Puts faults into gemma4-tiny's CUDA artifact, its kernels and the runner, one at a time, and prints the error of
+each.
 
-python tests/helpers/stand_in_artifact_faults.py ARTIFACT      JSON: the name of each to what was raised, "" for nothing
+python tests/helpers/stand_in_artifact_faults.py ARTIFACT      JSON: maps each fault to the error raised, "" for none
 """
 
 import os
@@ -37,7 +38,7 @@ def opened(sessions: Sessions, **options) -> TorchSession:
 
 
 def draft(sessions: Sessions, session: TorchSession) -> None:
-    """One row at position 0."""
+    """Run a draft step of one row at position 0."""
     feature = torch.ones(1, 1, sessions.feature_width(), dtype=torch.bfloat16)
     session._call(DRAFT_DECODE, torch.ones(1, 1, dtype=torch.long), feature, session.positions[:1])
 
@@ -53,7 +54,7 @@ def computing(sessions: Sessions) -> Iterator[None]:
 
 @contextmanager
 def written(sessions: Sessions, name: str, before: str, after: str) -> Iterator[None]:
-    """The kernels whose name has ``name`` in it with another line."""
+    """Replace a line in the kernels whose name contains ``name``."""
     kernels = [kernel for kernel in sessions.machine.kernels.kernels if name in kernel.name and before in kernel.source]
     assert kernels, f"no kernel {name} has {before}"
     sources = [kernel.source for kernel in kernels]

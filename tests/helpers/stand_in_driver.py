@@ -1,7 +1,7 @@
-"""The stand-in for CUDA's driver and runtime (``stand_in/driver.cpp``): built, loaded, and asked from Python.
+"""Builds, loads and calls the stand-in for CUDA's driver and runtime (``stand_in/driver.cpp``) from Python.
 
-It needs neither PyTorch nor Triton. It is loaded for all of the process, under the name of the driver's own library,
-before what is to find it there.
+It needs neither PyTorch nor Triton. It is loaded into the whole process under the name of the driver's own library,
+before any code that looks for that library.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ FOUND = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64, ctype
 
 
 class Device(NamedTuple):
-    """``arch`` 90 is sm_90; bytes of shared memory that a block may have, of memory in all."""
+    """A device: ``arch`` (90 is sm_90), the bytes of shared memory that a block may have, and the bytes of memory."""
 
     arch: int
     most_shared: int
@@ -54,7 +54,7 @@ class Configuration(ctypes.Structure):
 
 
 class CudaError(RuntimeError):
-    """A call's code, and the driver's text for it."""
+    """The error of a call, with its code and the driver's text."""
 
     def __init__(self, name: str, code: int, text: str):
         super().__init__(f"{name}: {text}")
@@ -62,7 +62,7 @@ class CudaError(RuntimeError):
 
 
 def built(library: str, source: str, options: Iterable[str] = ()) -> Path:
-    """The shared library of ``source``, in a folder that is named for what goes into it: it is built once."""
+    """Return the shared library of ``source``. It is built once, in a folder named by a hash of its inputs."""
     command = ["g++", "-std=c++20", "-shared", "-fPIC", *options]
     read = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
     name = hashlib.sha256(read + " ".join(command).encode()).hexdigest()[:16]
@@ -76,7 +76,8 @@ def built(library: str, source: str, options: Iterable[str] = ()) -> Path:
 
 
 class StandIn:
-    """The device of this process, with its driver's calls as methods that raise: ``device.cudaFree(pointer)``."""
+    """The device of this process. The driver's calls are methods that raise errors, such as
+    ``device.cudaFree(pointer)``."""
 
     def __init__(self):
         path = built("libcuda.so.1", "driver.cpp", ("-O1", "-Wl,-soname,libcuda.so.1"))
@@ -95,8 +96,9 @@ class StandIn:
         self.start()
 
     def start(self, found: Callable[..., int] | None = None, launched: Callable[..., int] | None = None) -> None:
-        """``found(image, size, name)`` gives a kernel's number, ``launched(number, x, y, z, arguments, count, early)``
-        runs it and gives 0 or CUDA's code of what it did wrong. With neither, launches are checked and compute nothing.
+        """Start the device. ``found(image, size, name)`` returns a kernel's number; ``launched(number, x, y, z,
+        arguments, count, early)`` runs the kernel and returns 0 or CUDA's error code. Without both, launches are
+        checked and compute nothing.
         """
         self._kept = FOUND(found) if found else FOUND(), LAUNCHED(launched) if launched else LAUNCHED()
         self.library.stand_in_start(*self._kept)
@@ -117,26 +119,26 @@ class StandIn:
             raise CudaError(name, code, text)
 
     def fail(self, name: str = "", at: int = 1, code: int = 2) -> None:
-        """Let the call ``name`` fail: its ``at``-th from now, 0: each."""
+        """Let a call of ``name`` fail: the ``at``-th from now, or every call if ``at`` is 0."""
         self.library.stand_in_fail(name.encode(), ctypes.c_int64(at), code)
 
     def calls(self, name: str) -> int:
         return self.library.stand_in_calls(name.encode())
 
     def recover(self) -> None:
-        """Recover from a kernel that broke, which on a GPU takes a new process."""
+        """Recover from a kernel error, which on a GPU needs a new process."""
         self.library.stand_in_recover()
 
     def say(self, text: str) -> None:
-        """Make the launch that runs now fail, with ``text`` as the reason."""
+        """Let the current launch fail, with ``text`` as the reason."""
         self.library.stand_in_say(text.encode())
 
     def journal(self) -> list[str]:
-        """Return the calls that were refused and the faults, a line each."""
+        """Return the refused calls and the faults, one line each."""
         return self.library.stand_in_journal().decode().splitlines()
 
     def counts(self) -> dict[str, int]:
-        """Return how many handles of each kind were not released."""
+        """Return the number of handles of each kind that were not released."""
         return {kind: self.library.stand_in_count(kind.encode()) for kind in HANDLES}
 
     # --- addresses
@@ -146,7 +148,8 @@ class StandIn:
         return self.library.stand_in_place(address).decode()
 
     def allocation(self, address: int) -> tuple[int, int, bool] | None:
-        """The allocation that an address lies in, or comes after: its first address, its bytes, whether it is live."""
+        """Return the allocation that contains an address or precedes it: its first address, its bytes, and True if it
+        is live."""
         begin, size, live = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int()
         given = ctypes.byref(begin), ctypes.byref(size), ctypes.byref(live)
         if not self.library.stand_in_allocation(ctypes.c_uint64(address), *given):
@@ -154,9 +157,9 @@ class StandIn:
         return begin.value, size.value, bool(live.value)
 
     def label(self, address: int, name: str) -> None:
-        """Name an allocation, for messages on faults in it."""
+        """Name an allocation for error messages."""
         self.library.stand_in_label(address, name.encode())
 
     def shown(self, address: int, size: int) -> ctypes.Array:
-        """The memory behind a device address, to look at and to spoil; no code under test gets it."""
+        """Return the memory at a device address, which tests read and corrupt; code under test never gets it."""
         return (ctypes.c_char * size).from_address(self.library.stand_in_shown(address))

@@ -1,7 +1,7 @@
-"""Faults of a few lines each, put in by hand: what the stand-in says of each. A GPU would say less, or nothing.
+"""Makes faults of a few lines each, and prints the stand-in's error for each. A GPU would report less, or nothing.
 
-python tests/helpers/stand_in_faults.py            JSON: the name of each fault to what was raised, "" for nothing
-python tests/helpers/stand_in_faults.py NAME       one that ends the process
+python tests/helpers/stand_in_faults.py            JSON: maps each fault to the error raised, "" for none
+python tests/helpers/stand_in_faults.py NAME       runs a fault that ends the process
 """
 
 import os
@@ -31,7 +31,7 @@ FAULTS: dict[str, Callable[[], None]] = {}
 
 
 def fault(function: Callable[[], None]) -> Callable[[], None]:
-    """One of those that are tried when no name is given."""
+    """Register a function as a fault that is run when no name is given."""
     FAULTS[function.__name__] = function
     return function
 
@@ -107,7 +107,7 @@ EARLY = {6: 1}
 
 
 def early_behind_another(name: str, **more: object) -> torch.Tensor:
-    """Launch a kernel early behind one that writes its input, and return what it computes."""
+    """Launch a kernel early after one that writes its input, and return its result."""
     weight, given, between, out = on_device(*[2.0] * 64), on_device(*range(64)), fresh(64), fresh(64)
     launch("add_one", given.data_ptr(), between.data_ptr(), 64)
     launch(name, weight.data_ptr(), between.data_ptr(), out.data_ptr(), **{"attributes": EARLY, **more})

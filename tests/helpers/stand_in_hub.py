@@ -1,7 +1,8 @@
-"""A stand-in for the Hugging Face hub on the loopback: what huggingface_hub asks of it, over folders on this machine.
+"""A stand-in for the Hugging Face hub on the loopback.
 
-Model info, trees, files by HEAD and by range, large ones from an address of their own as the hub's are; gated and
-missing repositories, revisions, connections that are cut, sizes that are wrong. Every answer's bytes are counted.
+It answers the requests of huggingface_hub from folders on this machine. It serves model info, trees, files by HEAD and
+by range, and large files from a separate address like the hub. It can have gated and missing repositories, revisions,
+interrupted connections and wrong sizes. The bytes of every answer are counted.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ class Request:
 
 @dataclass
 class StandInHub:
-    """``repositories``: name to revision to folder; the first revision is ``main``."""
+    """``repositories`` maps a name to revisions and their folders; the first revision is ``main``."""
 
     repositories: dict[str, dict[str, Path]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
@@ -71,7 +72,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def oid_of(file: Path) -> str:
-    """sha256 of what the hub keeps in LFS, git's sha1 of the rest."""
+    """Return the sha256 of a file that the hub keeps in LFS, or git's sha1 of another file."""
     size = file.stat().st_size
     if size > HASHED:
         return hashlib.sha256(f"{file.name} {size}".encode()).hexdigest()
@@ -115,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
         return revisions.get(revision) or by_commit.get(revision)
 
     def _found(self, repository: str, revision: str) -> Path | None:
-        """The folder; None where an error was sent."""
+        """Return the folder, or None after sending an error."""
         if repository not in self.hub.repositories:
             self._error(401, "RepoNotFound", "Invalid username or password.")  # it may be a private one
             return None
@@ -215,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(hub: StandInHub) -> Iterator[StandInHub]:
-    """Answer on a free port until the end."""
+    """Answer on a free port within this context."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": hub}))
     server.daemon_threads = True
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"

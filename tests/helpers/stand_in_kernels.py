@@ -1,8 +1,8 @@
-"""Kernels of an artifact by Triton's interpreter, over the stand-in's device memory.
+"""Runs the kernels of an artifact by Triton's interpreter, on the stand-in's device memory.
 
-1. Kernels: the source of each, found by its machine code; its arguments, checked against what it was compiled for.
+1. Kernels: the source of a kernel is found by its machine code, and its arguments are checked against its signature.
 2. Accesses: each load, store and atomic is checked against the allocations before it touches anything.
-3. Early launches: before a program waits for the launches before it, it may load what no launch writes, and no more.
+3. Early launches: before a program waits for the previous launches, it may only load memory that no launch writes.
 """
 
 import ast
@@ -48,7 +48,7 @@ class Wrong(Exception):
 
 
 class Kernel:
-    """A kernel by its source, as ``cuda_artifact.py`` kept it."""
+    """A kernel with its source, as ``cuda_artifact.py`` kept it."""
 
     def __init__(self, file: Path):
         kept = pickle.loads(file.read_bytes())
@@ -65,7 +65,7 @@ class Kernel:
 
     @cached_property
     def function(self) -> InterpretedFunction:
-        """Inductor's decorators and imports are for its own launches."""
+        """The kernel's function, without Inductor's decorators and imports, which are for its own launches."""
         needed = {"triton_helpers": triton_helpers, "libdevice": LIBDEVICE, "tl_math": tl.math, **vars(hints)}
         given = {"triton": triton, "tl": tl, "triton_heuristics": Undecorated(), "__name__": self.name, **needed}
         drop = ("from torch", "import torch", "triton_helpers.set_driver_to_gpu")
@@ -76,11 +76,12 @@ class Kernel:
 
     @property
     def launched_with(self) -> list[str]:
-        """Names of what a launch brings, in order."""
+        """The names of the arguments of a launch, in order."""
         return [name for name, kind in self.signature.items() if kind != "constexpr"]
 
     def values(self, arguments: Any, count: int) -> dict[str, int | float]:
-        """``arguments``: addresses of the values of all but the constants. Triton adds pointers of its own."""
+        """Return the values by name. ``arguments`` has the addresses of all values but the constants; Triton adds
+        pointers of its own."""
         names = self.launched_with
         if not len(names) <= count <= len(names) + 2:
             raise Wrong(1, f"{self.name} has {len(names)} arguments, its machine code {count}")
@@ -102,14 +103,14 @@ class Undecorated:
 
 
 def argument(kind: str, value: int | float) -> tl.tensor:
-    """A value as the signature has it, for the interpreter."""
+    """Return a value for the interpreter, in the type of the signature."""
     dtype = tl.str_to_ty(kind, None)
     data = np.array([value], dtype=np.uint64 if dtype.is_ptr() else NUMPY[kind])
     return tl.tensor(TensorHandle(data, dtype), dtype)
 
 
 class Launch(NamedTuple):
-    """The launch that runs now. ``arguments``: values of all but the constants, addresses those of pointers."""
+    """The current launch. ``arguments`` are the values of all but the constants; those of pointers are addresses."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
@@ -162,7 +163,7 @@ class Kernels:
             self.running, self.waits = None, False
 
     def begin_program(self) -> None:
-        """A program begins, which ends the one before it."""
+        """Begin a program, which ends the previous one."""
         self.end_program()
         self.waits = self.running is not None and self.running.early
 
@@ -171,7 +172,7 @@ class Kernels:
             raise Wrong(FAILED, f"{self.running.kernel.name} is launched early and does not wait for what is before it")
 
     def note_access(self, address: int, what: str) -> None:
-        """Raise Wrong for an access of an early launch that comes before its wait and may meet another launch."""
+        """Raise Wrong for an access of an early launch that precedes its wait and may conflict with another launch."""
         found = self.device.allocation(address)
         home = found[0] if found else 0
         if self.waits and (what != "reads" or home in self.written):
@@ -180,7 +181,7 @@ class Kernels:
             self.written.add(home)
 
     def _check(self, launch: Launch) -> None:
-        """Pointers lead to live device memory; what the compiler was told to be divisible by 16 is."""
+        """Check that pointers are to live device memory, and that values declared divisible by 16 are."""
         for name, address in launch.pointers.items():
             found = self.device.allocation(address)
             if found is None or not found[2] or not address < found[0] + found[1]:
@@ -190,7 +191,7 @@ class Kernels:
                 raise Wrong(MISALIGNED, f"argument {name} is {launch.arguments[name]:#x}, compiled for multiples of 16")
 
     def _look_behind(self, launch: Launch) -> None:
-        """Counters are zeros between launches."""
+        """Check that counters are zero between launches."""
         if address := launch.pointers.get("ARRIVED"):
             begin, size, _ = self.device.allocation(address)
             if np.frombuffer(self.device.shown(begin, size), np.uint8).any():
@@ -198,7 +199,7 @@ class Kernels:
                 raise Wrong(FAILED, f"counters that argument ARRIVED leads to are not zero behind it: {place}")
 
     def named(self, address: int) -> str:
-        """An address by the argument that it is nearest to, and by its allocation."""
+        """Describe an address by the nearest argument and by its allocation."""
         pointers = self.running.pointers if self.running else {}
         if not pointers:
             return self.device.place(address)
@@ -237,8 +238,8 @@ def shown(kernels: Kernels, ptrs: TensorHandle, mask: np.ndarray | None, what: s
 
 @contextmanager
 def on_device(kernels: Kernels) -> Iterator[None]:
-    """The interpreter's loads, stores and atomics reach device memory, and nothing else. What else watches them is
-    patched inside of this, and sees device addresses."""
+    """Let the interpreter's loads, stores and atomics access device memory only. Other hooks are patched inside this
+    context and see device addresses."""
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     swap, change = InterpreterBuilder.create_atomic_cas, InterpreterBuilder.create_atomic_rmw
     place = InterpreterBuilder.set_grid_idx
@@ -278,7 +279,7 @@ def on_device(kernels: Kernels) -> Iterator[None]:
 
 
 def _max_with_index(value, index, dim):
-    """Inductor's own is a loop over the elements."""
+    """Return the maximum and its index. Inductor's own function loops over the elements."""
     data = value.handle.data
     first = np.argmax(data, axis=dim, keepdims=True)  # a NaN is the most, as there
     return tuple(
@@ -293,7 +294,7 @@ def _tensor(data: np.ndarray, like: tl.tensor) -> tl.tensor:
 
 @contextmanager
 def interpreted(kernels: Kernels) -> Iterator[None]:
-    """Let launches compute when they come to their turn."""
+    """Let launches compute within this context, in their order on the stream."""
     fast = patch.object(triton_helpers, "max_with_index", _max_with_index)
     rows_behind = np.errstate(all="ignore")  # in rows behind the last, that are not stored
     with mended(), on_device(kernels), fast, rows_behind:

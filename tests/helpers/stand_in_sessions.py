@@ -1,8 +1,9 @@
-"""Sessions of a CUDA artifact over the stand-in: what they leave behind, and what becomes of a call that fails.
+"""Runs sessions of a CUDA artifact on the stand-in, and reports handles that they do not release, and the effects of
+failing calls.
 
 Launches are checked and compute nothing, so that a round takes milliseconds.
 
-    python tests/helpers/stand_in_sessions.py ARTIFACT [MOST]      JSON; MOST: failures of each call, 12 unless said
+    python tests/helpers/stand_in_sessions.py ARTIFACT [MOST]      JSON; MOST: failures of each call, default 12
 """
 
 import os
@@ -55,8 +56,8 @@ class Sessions:
         return session._call(SPECULATE, torch.ones(1, window, dtype=torch.long), session.positions[:window])
 
     def rounds(self, count: int, graphs: bool, kept: list | None = None) -> dict[str, Any]:
-        """Return what ``count`` rounds leave behind more than a few did. ``kept``: a fault, which keeps a round's
-        outputs."""
+        """Return what ``count`` rounds fail to release beyond what a few rounds did. ``kept`` is a fault that keeps a
+        round's outputs."""
         session = self.machine.open(self.artifact, graphs)
         for _ in range(4):
             self.round(session)
@@ -102,12 +103,12 @@ class Sessions:
             session.close()
 
     def feature_width(self) -> int:
-        """The draft's hidden size: a norm's weight has it."""
+        """The draft's hidden size, from the weight of a norm."""
         weights = self.methods[DRAFT_DECODE].table.weights
         return next(weight.shape[0] for weight in weights if weight.name.endswith("input_layernorm.weight"))
 
     def failures(self, most: int) -> dict[str, Any]:
-        """Try failures of each call. Returns how many were tried and what was wrong, by call."""
+        """Try failures of each call. Returns the number of trials and the faults found, by call."""
         device, found = self.machine.device, {}
         before = {name: device.calls(name) for name in CALLS}
         self.draft()
@@ -121,7 +122,7 @@ class Sessions:
         return found
 
     def failure(self, name: str, place: int) -> str:
-        """Return what was wrong about the failure of one call: no error was raised, or something was left behind."""
+        """Return the fault after the failure of one call: no error was raised, or something was not released."""
         device, said, before = self.machine.device, "", self.machine.left()
         with stderr() as read:
             device.fail(name, place, UNKNOWN)
@@ -147,7 +148,7 @@ class Sessions:
 
 @contextmanager
 def stderr() -> Iterator[Callable[[], str]]:
-    """Yield a function that reads the text written to stderr meanwhile, by libraries too."""
+    """Yield a function that returns the text written to stderr within this context, also by libraries."""
     with tempfile.TemporaryFile() as file:
         before = os.dup(2)
         os.dup2(file.fileno(), 2)

@@ -1,6 +1,6 @@
-"""PyTorch's CPU build with a CUDA device: tensors of device type CUDA over the stand-in's driver, and ``torch.cuda`` as
-far as a runner uses it. PyTorch's own Python stays (``torch.cuda.graph``); what its CUDA libraries would bring is in
-``stand_in/torch_device.cpp``, and here.
+"""Gives PyTorch's CPU build a CUDA device: tensors of device type CUDA on the stand-in's driver, and the part of
+``torch.cuda`` that a runner uses. PyTorch's own Python code stays (``torch.cuda.graph``);
+``stand_in/torch_device.cpp`` and this module replace its CUDA libraries.
 """
 
 import ctypes
@@ -78,7 +78,7 @@ class Cuda:
         cuda = self
 
         class Stream:
-            """``torch.cuda.Stream``; ``handle``: one that exists, 0 the legacy stream."""
+            """Stands for ``torch.cuda.Stream``. ``handle`` is an existing stream; 0 is the legacy stream."""
 
             def __init__(self, device=None, priority=0, handle: int | None = None):
                 self._mine, self.cuda_stream, self.device = handle is None, handle, torch.device("cuda", 0)
@@ -138,7 +138,8 @@ class Cuda:
                 cuda.device.cudaEventSynchronize(self.handle)
 
         class Graph:
-            """``torch.cuda.CUDAGraph``: a graph and its executable, in the memory that its capture took."""
+            """Stands for ``torch.cuda.CUDAGraph``: a graph and its executable, in the memory allocated at the
+            capture."""
 
             def __init__(self, keep_graph: bool = False):
                 self._graph, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
@@ -180,7 +181,7 @@ class Cuda:
             __del__ = reset
 
         class StreamContext:
-            """``torch.cuda.stream``: as PyTorch's own, it goes back where ``__exit__`` is called, and only there."""
+            """Stands for ``torch.cuda.stream``. Like PyTorch's own, only ``__exit__`` restores the previous stream."""
 
             def __init__(self, stream: Stream | None):
                 self._stream = stream
@@ -237,7 +238,7 @@ class Cuda:
         return bool(status.value)
 
     def surface(self) -> dict[str, Any]:
-        """Names of ``torch.cuda``"""
+        """Return the names of ``torch.cuda`` and their replacements."""
         mine = (
             "current_stream", "set_stream", "stream", "mem_get_info", "get_device_capability", "get_device_properties",
             "is_current_stream_capturing", "graph_pool_handle", "Stream", "Event", "CUDAGraph",
@@ -254,7 +255,7 @@ class Cuda:
 
 
 def load(device: StandIn) -> Cuda:
-    """The device's tensors, for the rest of the process."""
+    """Enable tensors on the device for the rest of the process."""
     folder = Path(torch.__file__).parent
     includes = (f"-isystem{folder / part}" for part in ("include", "include/torch/csrc/api/include"))
     path = built("torch_device.so", "torch_device.cpp", ("-w", "-O0", *includes))
@@ -274,7 +275,7 @@ def load(device: StandIn) -> Cuda:
 
 @contextmanager
 def cuda_build(cuda: Cuda) -> Iterator[None]:
-    """PyTorch as its CUDA build is where there is a GPU."""
+    """Let PyTorch behave like its CUDA build on a machine with a GPU."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -1,6 +1,7 @@
-"""Launches every case of a small tournament over the stand-in for the driver, which checks them and computes nothing.
+"""Launches every case of a small kernel tournament on the stand-in for the driver, which checks launches and computes
+nothing.
 
-python tests/helpers/stand_in_tournament.py FOLDER     FOLDER has the machine code; prints how often the driver launched
+python tests/helpers/stand_in_tournament.py FOLDER     FOLDER has the machine code; prints the number of launches
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Triton's interpreter, as the kernels' tests need it."""
+"""Runs kernels in Triton's interpreter, with the fixes that the tests need."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -51,8 +51,8 @@ WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def _check_overflow(self, lhs: tl.tensor, rhs: tl.tensor, operation: Callable) -> None:
-    """Refuse integers that overflow. The interpreter's own check refuses them in debug mode alone, and makes a dozen
-    tensors in any mode."""
+    """Refuse integer overflow. The interpreter's own check does so only in debug mode, and creates a dozen tensors in
+    any mode."""
     kind = lhs.type.scalar
     if kind.int_bitwidth >= 64:
         return
@@ -66,7 +66,7 @@ _numpy_types: dict[str, np.dtype] = {}
 
 
 def _numpy_type(kind: tl.dtype) -> np.dtype:
-    """The interpreter's own, which makes a table at each call."""
+    """Return the numpy type of a Triton type. The interpreter's own function builds a table at each call."""
     element = kind.element_ty if isinstance(kind, tl.block_type) else kind
     name = "pointer" if isinstance(element, tl.pointer_type) else element.name
     if name not in _numpy_types:
@@ -76,8 +76,8 @@ def _numpy_type(kind: tl.dtype) -> np.dtype:
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """Mend the interpreter, which multiplies bf16's bits, truncates to it, and takes integers for its bits. Do what
-    takes half of its time faster."""
+    """Fix the interpreter, which multiplies the bits of bf16 values, truncates to bf16, and reads integers as bf16
+    bits; and replace its slowest operations by faster ones."""
     with ExitStack() as stack:
         stack.enter_context(
             mock.patch.multiple(InterpreterBuilder, create_dot=_dot, cast_impl=_cast, create_fmul=_multiply)
@@ -96,7 +96,7 @@ def _on_host(function: Callable) -> Callable:
 
 
 class _Libdevice:
-    """CUDA's own functions, by PyTorch's of the same names."""
+    """CUDA's device functions, computed by PyTorch's functions of the same names."""
 
     add_rn = staticmethod(_on_host(torch.add))
 
@@ -116,7 +116,8 @@ def _restore(before: dict[Any, dict[str, Any]]) -> None:
 
 @contextmanager
 def interpreted(*modules: ModuleType) -> Iterator[None]:
-    """The kernels of ``modules``, and what they call, on host tensors. The interpreter leaves the language changed."""
+    """Run the kernels of ``modules``, and the functions that they call, on host tensors. Afterwards Triton's language,
+    which the interpreter patches, is restored."""
     before = {owner: dict(vars(owner)) for owner in (tl, tl.core, tl.math, tl.standard, tl.tensor)}
     with ExitStack() as stack:
         stack.callback(_restore, before)
@@ -133,7 +134,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def words_read() -> Iterator[list[np.ndarray]]:
-    """The addresses of the 32-bit words that kernels load while this is open, an array for each load."""
+    """Yield a list of the addresses of the 32-bit words that kernels load within this context, one array per load."""
     read: list[np.ndarray] = []
     load = InterpreterBuilder.create_masked_load
 

@@ -1,4 +1,4 @@
-"""Docstrings are sentences or noun phrases, not fragments that only make sense behind the name above them."""
+"""Docstrings are sentences or noun phrases, not fragments that make sense only together with the name above them."""
 
 import ast
 from collections.abc import Iterator
@@ -27,6 +27,6 @@ def test_no_docstring_begins_as_a_fragment(top):
     assert found == []
 
 
-def test_a_fragment_would_be_seen():
+def test_a_docstring_that_begins_as_a_fragment_is_found():
     source = 'X = 1\n"""Of a head."""\n\n\ndef f():\n    """Whether it is."""\n\n\ndef g():\n    """Return it."""\n'
     assert [each.lineno for each in docstrings(source) if each.value.startswith(FRAGMENTS)] == [2, 6]

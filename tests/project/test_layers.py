@@ -57,7 +57,7 @@ OPEN_TO_THE_EXPORTER = {"contract", "artifact", "console", "hardware"}
 
 
 def imports_of(file: Path) -> set[str]:
-    """Dotted modules below ``eagle3`` that a file imports, inside of functions too."""
+    """Return the dotted modules below ``eagle3`` that a file imports, also within functions."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -80,7 +80,7 @@ def files(top: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("file", files("runner"), ids=lambda file: str(file.relative_to(ROOT)))
-def test_arrows_in_the_runner_point_down(file):
+def test_imports_in_the_runner_point_to_lower_layers(file):
     inside = file.relative_to(ROOT / "runner").parts[:-1]
     room = inside[0] if inside else ""
     for module in imports_of(file):
@@ -108,7 +108,7 @@ def test_arrows_in_the_exporter_point_down(house, rooms):
 
 
 @pytest.mark.parametrize("file", files("export"), ids=lambda file: str(file.relative_to(ROOT)))
-def test_the_exporter_imports_of_the_runner_what_is_open_to_it(file):
+def test_the_exporter_imports_only_the_permitted_rooms_of_the_runner(file):
     rooms = {room_of(module) for module in imports_of(file)} - {None}
     assert rooms <= OPEN_TO_THE_EXPORTER
 
@@ -123,19 +123,19 @@ def test_no_script_imports_a_command_line():
         assert not [module for module in imports_of(file) if module.split(".")[-2:-1] == ["cli"]], file
 
 
-def test_every_room_is_listed():
+def test_every_room_of_the_runner_has_a_layer():
     for top, rooms in (("runner", RUNNER), ("export", EXPORT)):
         found = {path.parent.name for path in (ROOT / top).glob("*/__init__.py")}
         assert found == set(rooms) - {""}
 
 
-def test_the_picture_in_the_guide_has_every_room():
+def test_the_layers_in_contributing_list_every_room():
     picture = (ROOT / ".github" / "CONTRIBUTING.md").read_text().split("```mermaid")[1].split("```")[0]
     for room in set(RUNNER) - {"", "sampling"}:
         assert room in picture, room
 
 
-def test_the_test_would_see_an_arrow_upward(tmp_path):
+def test_an_import_of_a_higher_layer_is_found(tmp_path):
     file = tmp_path / "wrong.py"
     file.write_text("def f():\n    from eagle3.runner import model\n    import eagle3.runner.bench.cli\n")
     assert {room_of(module) for module in imports_of(file)} == {"", "bench"}

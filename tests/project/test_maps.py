@@ -1,5 +1,5 @@
-"""The lists that a stranger goes by are complete: each README's map of its folder, and the lists of CUDA kernels that
-are searched for missing barriers and for races."""
+"""Lists are complete: each README's map of its folder, and the lists of CUDA kernels that are searched for missing
+barriers and for races."""
 
 import importlib
 import re
@@ -56,7 +56,7 @@ def jitted(module: ModuleType) -> list[triton.JITFunction]:
 
 
 def launched() -> list[triton.JITFunction]:
-    """Return the kernels: the functions of Triton that no other one calls."""
+    """Return the kernels: the Triton functions that no other one calls."""
     functions = [each for module in modules().values() for each in jitted(module)]
     called = {name for each in functions for name in each.fn.__code__.co_names}
     return [each for each in functions if each.fn.__name__ not in called]

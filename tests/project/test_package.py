@@ -29,7 +29,7 @@ def test_every_folder_with_python_files_is_a_listed_package():
     assert found == set(PROJECT["tool"]["setuptools"]["packages"])
 
 
-def test_no_module_imports_what_another_keeps_to_itself():
+def test_no_module_imports_a_private_name_of_another():
     taken = [
         f"{path.relative_to(ROOT)}: {alias.name}"
         for top in ("export", "runner", "targets")
@@ -43,7 +43,7 @@ def test_no_module_imports_what_another_keeps_to_itself():
 
 
 @pytest.mark.parametrize("package", ["eagle3.runner", "eagle3.targets"])
-def test_a_package_with_types_says_so(package):
+def test_each_typed_package_has_py_typed(package):
     assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"][package]
     assert (ROOT / package.removeprefix("eagle3.") / "py.typed").is_file()
 
@@ -75,7 +75,7 @@ def test_help_shows_every_option_once_and_every_heading(command):
     ]
 
 
-def test_the_runner_gives_six_names_and_imports_what_they_need_when_asked():
+def test_the_runner_exports_six_names_and_imports_them_lazily():
     import eagle3.runner
 
     names = {"load", "Model", "Result", "Options", "Conversation", "BusyError"}
@@ -86,7 +86,7 @@ def test_the_runner_gives_six_names_and_imports_what_they_need_when_asked():
         _ = eagle3.runner.Session
 
 
-def test_the_exporter_gives_five_names_and_imports_what_they_need_when_asked():
+def test_the_exporter_exports_five_names_and_imports_them_lazily():
     import eagle3.export
 
     names = {"ExportConfig", "Exported", "Prepared", "export", "prepare"}
@@ -97,20 +97,20 @@ def test_the_exporter_gives_five_names_and_imports_what_they_need_when_asked():
         _ = eagle3.export.Plan
 
 
-def test_the_keywords_of_a_generation_are_the_fields_of_its_options():
+def test_the_keywords_of_generate_are_the_fields_of_options():
     hints = get_type_hints(Options)
     assert get_type_hints(OptionFields) == hints
 
 
-def test_threads_are_settled_before_torch_comes_with_a_class_of_the_runner():
+def test_threads_are_set_before_a_class_of_the_runner_imports_torch():
     code = "import os; from eagle3.runner import Model, load; print(os.environ['OMP_NUM_THREADS'])"
     bare = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=bare)
     assert done.stdout.split() == ["1"], done.stderr
 
 
-def test_a_run_answers_help_in_a_third_of_a_second():
-    """CPU time counts, the least of three: another process may take the core meanwhile."""
+def test_eagle3_run_help_takes_a_third_of_a_second():
+    """The least CPU time of three runs counts, because another process may use the core."""
     code = "from eagle3.runner.run.cli import main; main(['--help'], standalone_mode=False)"
     measured = []
     for _ in range(3):

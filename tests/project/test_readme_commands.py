@@ -1,8 +1,8 @@
-"""Every command of every README runs as printed, in its order, in a fresh working copy behind ``scripts/quickstart``.
+"""Every command of every README runs as printed, in order, in a fresh working copy after ``scripts/quickstart``.
 
-Exports of the shipped model are planned and checked for real (``--dry-run``). The artifact that other tests share then
-takes the place of what they would write. Benchmarks are cut short. A command that cannot run here is in ``NOT_RUN``,
-with the reason, and its flags are parsed by the command itself.
+Exports of the shipped model run with ``--dry-run``; the artifact that other tests share then replaces their output.
+Benchmarks are shortened. Commands that cannot run here are in ``NOT_RUN`` with the reason, and their flags are parsed
+by the command itself.
 """
 
 import importlib
@@ -91,12 +91,12 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def command_lines(block: str) -> list[str]:
-    """Return the commands of a block, those that go on in the next line whole."""
+    """Return the commands of a block, with continued lines joined."""
     return [line for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def quickstart_lines() -> list[str]:
-    """Return the commands that ``scripts/quickstart`` runs, and those that it proposes."""
+    """Return the commands that ``scripts/quickstart`` runs, and those that it suggests."""
     lines = command_lines((ROOT / QUICKSTART).read_text())
     found = [line.removeprefix("run ") for line in lines if line.startswith("run eagle3-")]
     return found + [line.strip().removeprefix(".venv/bin/") for line in lines if line.startswith("  .venv/bin/")]
@@ -108,7 +108,7 @@ def not_run(text: str) -> str | None:
 
 
 def parse(words: list[str]) -> None:
-    """Let the command itself read its flags; packages are extras that there are."""
+    """Let the command itself parse its flags; check that installed extras exist."""
     if words[0] == "pip":
         (extra,) = re.findall(r"\.\[(\w+)\]", words[-1])
         assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -128,7 +128,7 @@ def click_command(words: list[str]):
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
-    """A fresh working copy, which is the working folder; commands in a shell are those of this Python."""
+    """A fresh working copy as the working folder; commands in a shell are those of this Python."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -180,7 +180,7 @@ def run_line(line: str, artifact: Path) -> None:
 
 
 def serve(words: list[str]) -> None:
-    """Start a server, on a port that is free, and end it once it listens."""
+    """Start a server on a free port, and end it when it listens."""
     with_port = [*words[1:], "--port", "0"]
     program = "import sys; from eagle3.runner.serve.cli import main; sys.exit(main())"
     started = subprocess.Popen([sys.executable, "-c", program, *with_port], stderr=subprocess.PIPE, text=True)
@@ -216,14 +216,14 @@ def test_the_commands_of_a_readme_run_as_printed_in_their_order(readme, artifact
 
 
 def run_python(block: str) -> None:
-    """Run a program, after another that has opened the artifact and has a text and a schema."""
+    """Run a Python block after code that opens the artifact and defines a text and a schema."""
     program = compile(block, "README", "exec")
     if not not_run(block):
         with load("out") as model:
             exec(program, {"model": model, "text": "def main(", "schema": {"type": "object"}})
 
 
-def test_every_readme_is_read_and_every_reason_is_needed():
+def test_every_readme_is_tested_and_every_entry_of_not_run_is_used():
     every = {
         str(path.relative_to(ROOT))
         for top in ("export", "runner", "targets", "scripts")
@@ -238,7 +238,7 @@ def test_every_readme_is_read_and_every_reason_is_needed():
     assert NOT_RUN.keys() <= used
 
 
-def test_a_command_that_nobody_lists_and_that_fails_is_found(artifact, copy):
+def test_a_failing_readme_command_outside_not_run_is_found(artifact, copy):
     with pytest.raises(AssertionError):
         run_line("eagle3-run out-nowhere --prompt a", artifact)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Any file of prompts and any options run, or are refused in one line before they do."""
+"""Any file of prompts and any options either run, or are refused in one line before they run."""
 
 import json
 from dataclasses import replace
@@ -59,7 +59,7 @@ def is_one_line(error: Exception) -> bool:
     return "\n" not in str(error) and 0 < len(str(error)) < LIMIT
 
 
-def test_the_sensible_options_are_all():
+def test_the_fuzzed_options_include_every_option():
     assert {*sensible, "structured_outputs"} == set(OPTIONS)  # a grammar needs a tokenizer: test_structured.py
 
 
@@ -70,7 +70,7 @@ def test_the_sensible_options_are_all():
 @example({"logprobs": VOCABULARY + 1})
 @example({"top_k": VOCABULARY, "temperature": 1})
 @example({"logit_bias": {"3": 1, "03": 2}})
-def test_any_options_run_or_are_refused_in_a_line(given):
+def test_any_options_run_or_are_refused_in_one_line(given):
     fresh = model()
     try:
         stream = fresh.stream([3, 1, 4], **{"max_new_tokens": 5} | given)
@@ -86,7 +86,7 @@ def test_any_options_run_or_are_refused_in_a_line(given):
 
 @settings(max_examples=300, deadline=None)
 @given(st.fixed_dictionaries({}, optional=sensible))
-def test_sensible_options_are_taken(given):
+def test_valid_options_are_accepted(given):
     Options.of(**given).check(replace(scripted_metadata(), has_logits=True))
 
 
@@ -110,7 +110,7 @@ lines = st.one_of(
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(lines, max_size=4).map(b"\n".join))
-def test_any_file_is_read_line_by_line_or_refused_in_one(tmp_path_factory, data):
+def test_any_file_of_prompts_is_read_or_refused_in_one_line(tmp_path_factory, data):
     file = tmp_path_factory.getbasetemp() / "any.jsonl"
     file.write_bytes(data)
     try:
@@ -140,7 +140,7 @@ def test_any_file_is_read_line_by_line_or_refused_in_one(tmp_path_factory, data)
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([0, 1, 2**63 - 1]), st.integers(1, 10**9))
-def test_a_common_seed_is_mixed_and_an_own_one_is_not(seed, line):
+def test_a_common_seed_is_mixed_with_the_line_and_a_prompts_own_seed_is_not(seed, line):
     prompt = Prompt(line, text="a")
     assert prompt.own_options({"seed": seed})["seed"] != seed
     assert replace(prompt, options={"seed": 7}).own_options({"seed": seed})["seed"] == 7

@@ -1,4 +1,4 @@
-"""A generation that is left early, however it is, frees the model at once and spoils nothing for the next."""
+"""A generation that is abandoned in any way frees the model at once, and does not affect the next generation."""
 
 import gc
 import threading
@@ -23,7 +23,7 @@ SAMPLED = {"temperature": 0.8, "seed": 11, "logprobs": 1}
 
 @pytest.fixture
 def model():
-    """Make a model over a scripted session, with token ids alone."""
+    """A function that returns a model with a scripted session, which takes token ids only."""
     metadata = replace(scripted_metadata(), has_logits=True)
     ids, logits = torch.arange(VOCABULARY), random_logits(5, 13, VOCABULARY)[0]
     return Model(metadata, lambda: LogitsSession(metadata, logits, logits[:7], ids))
@@ -126,7 +126,7 @@ LEAVING = [
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, {"chain_len": "auto"}], ids=["greedy", "sampled", "auto"])
 @pytest.mark.parametrize("leave", LEAVING)
-def test_a_stream_that_is_left_frees_the_model_at_once(model, leave, options):
+def test_an_abandoned_stream_frees_the_model_at_once(model, leave, options):
     expected = model.generate(PROMPT, max_new_tokens=30, **options)
     leave(lambda: model.stream(PROMPT, max_new_tokens=60, **options))
     assert model.current is None
@@ -134,7 +134,7 @@ def test_a_stream_that_is_left_frees_the_model_at_once(model, leave, options):
 
 
 @pytest.mark.parametrize("leave", LEAVING)
-def test_an_answer_that_is_left_is_what_was_said_and_the_dialogue_goes_on(text_model, session, artifact, leave):
+def test_an_abandoned_reply_keeps_its_tokens_and_the_dialogue_continues(text_model, session, artifact, leave):
     dialogue = Conversation(text_model, max_new_tokens=12, ignore_eos=True)
     leave(lambda: dialogue.say("class Reader:"))
     assert text_model.current is None
@@ -149,20 +149,20 @@ def test_an_answer_that_is_left_is_what_was_said_and_the_dialogue_goes_on(text_m
     assert following.token_ids == alone.token_ids
 
 
-def test_a_stream_that_is_held_has_the_model_until_it_is_closed_or_let_go_of(model):
+def test_a_stream_in_a_variable_keeps_the_model_until_it_is_closed_or_deleted(model):
     expected = model.generate(PROMPT, max_new_tokens=30).token_ids
     for end in (lambda held: held[0].close(), lambda held: held.pop()):
         held = [model.stream(PROMPT, max_new_tokens=30)]
         for _ in held[0]:
             break
-        with pytest.raises(BusyError, match="end it, close it or let go of it"):
+        with pytest.raises(BusyError, match="end, close or delete it"):
             model.generate(PROMPT)
         assert model.current is held[0]
         end(held)
         assert model.generate(PROMPT, max_new_tokens=30).token_ids == expected
 
 
-def test_a_stream_in_a_cycle_that_nothing_reaches_is_closed_when_the_model_is_wanted(model):
+def test_a_stream_in_an_unreachable_cycle_is_closed_when_the_model_is_needed(model):
     holder = [model.stream(PROMPT, max_new_tokens=30)]
     holder.append(holder)
     next(holder[0])
@@ -171,8 +171,8 @@ def test_a_stream_in_a_cycle_that_nothing_reaches_is_closed_when_the_model_is_wa
     assert model.generate(PROMPT, max_new_tokens=5).token_ids
 
 
-def test_a_model_within_another_threads_generation_is_busy(model):
-    """A stream that is being computed is not closed under its thread."""
+def test_a_model_is_busy_during_another_threads_generation(model):
+    """A stream whose thread is computing a piece is not closed."""
     entered, leave = threading.Event(), threading.Event()
 
     @contextmanager
@@ -201,7 +201,7 @@ def test_a_model_within_another_threads_generation_is_busy(model):
 
 
 @pytest.mark.parametrize("next_turn", [lambda dialogue: dialogue.ask("x = 1"), lambda dialogue: dialogue.reset()])
-def test_an_answer_that_is_held_ends_with_the_next_turn(text_model, next_turn):
+def test_an_unfinished_reply_in_a_variable_ends_with_the_next_turn(text_model, next_turn):
     dialogue = Conversation(text_model, "A module.", max_new_tokens=12, ignore_eos=True)
     answer = dialogue.say("class Reader:")
     next(answer)
@@ -213,7 +213,7 @@ def test_an_answer_that_is_held_ends_with_the_next_turn(text_model, next_turn):
     assert dialogue.messages == messages
 
 
-def test_a_model_is_closed_while_a_stream_is_held(model):
+def test_a_model_can_be_closed_while_a_stream_is_unfinished(model):
     model.session.close = lambda: None
     stream = model.stream(PROMPT)
     next(stream)
@@ -223,8 +223,8 @@ def test_a_model_is_closed_while_a_stream_is_held(model):
 
 @settings(max_examples=200, deadline=None)
 @given(random=st.randoms(use_true_random=True))
-def test_what_the_caches_are_said_to_hold_is_there_after_any_generation_was_left(random: Random):
-    """The scripted session refuses to read what was never written or belongs to another prefix."""
+def test_the_recorded_cache_contents_are_right_after_any_abandoned_generation(random: Random):
+    """The scripted session refuses to read entries that were never written or belong to another prefix."""
 
     def greedy(prefix):
         return (7 * prefix[-1] + 3 * len(prefix) + prefix[0]) % VOCABULARY

@@ -1,4 +1,4 @@
-"""The library: what it gives is what the loop gives, whatever was cached, stopped, left or asked for at once."""
+"""The library gives the results of the loop, whatever was cached, stopped, abandoned or requested at the same time."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ def model(artifact):
 
 @pytest.fixture
 def fresh(session, artifact):
-    """A model that remembers nothing, over the session that all tests share."""
+    """A model with empty caches, with the session that all tests share."""
     return Model(session.metadata, lambda: session, artifact)
 
 
@@ -32,7 +32,7 @@ def some_tokens(length, seed=0):
     return torch.randint(4, 2048, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_three_lines_give_text(model, session):
+def test_load_and_generate_in_three_lines_give_text(model, session):
     result = model.generate(TEXT, max_new_tokens=40)
     expected = complete(session, model.text.encode(TEXT), max_new_tokens=40)
     assert result.token_ids == expected.token_ids
@@ -56,7 +56,7 @@ def test_the_text_does_not_depend_on_the_chain_length(fresh, model, options, cha
     assert result.token_ids == expected.token_ids
 
 
-def test_a_seed_that_was_not_given_is_told_and_repeats_the_text(fresh):
+def test_a_drawn_seed_is_returned_and_repeats_the_text(fresh):
     first = fresh.generate(TEXT, max_new_tokens=30, temperature=1.2)
     again = fresh.generate(TEXT, max_new_tokens=30, temperature=1.2, seed=first.options.seed)
     assert first.token_ids == again.token_ids
@@ -64,7 +64,7 @@ def test_a_seed_that_was_not_given_is_told_and_repeats_the_text(fresh):
     assert len({tuple(fresh.generate(TEXT, max_new_tokens=30, temperature=1.2).token_ids) for _ in range(4)}) > 1
 
 
-def test_what_stands_behind_a_stop_string_is_neither_given_nor_kept(fresh):
+def test_text_after_a_stop_string_is_neither_returned_nor_kept(fresh):
     whole = fresh.generate(TEXT, max_new_tokens=60, **SEEDED)
     end = next(i for i in range(20, len(whole.text)) if whole.text.find(whole.text[i : i + 4]) == i)
     stop = whole.text[end : end + 4]
@@ -76,7 +76,7 @@ def test_what_stands_behind_a_stop_string_is_neither_given_nor_kept(fresh):
     assert result.stats.generation_tokens == len(result.token_ids)
 
 
-def test_end_tokens_are_the_artifacts_and_those_asked_for(fresh):
+def test_end_tokens_are_the_artifacts_and_those_of_the_options(fresh):
     tokens = fresh.generate(TEXT, max_new_tokens=40, **SEEDED).token_ids
     stop = next(token for token in tokens if tokens.index(token) > 5)
     result = fresh.generate(TEXT, max_new_tokens=40, stop_token_ids=[stop], **SEEDED)
@@ -84,7 +84,7 @@ def test_end_tokens_are_the_artifacts_and_those_asked_for(fresh):
     assert (result.finish_reason, result.stop_reason) == ("stop", stop)
 
 
-def test_a_prompt_that_begins_with_what_is_cached_is_not_computed_again(fresh, session):
+def test_the_cached_beginning_of_a_prompt_is_not_computed_again(fresh, session):
     first = fresh.generate(some_tokens(150), max_new_tokens=30)
     said = first.prompt_token_ids + first.token_ids
     for prompt, reused in ((said + [7, 8, 9], len(said) - 1), (said, None), (said[:160] + [5], 159)):
@@ -96,8 +96,8 @@ def test_a_prompt_that_begins_with_what_is_cached_is_not_computed_again(fresh, s
             assert result.stats.reused_prompt_tokens >= reused - 1
 
 
-def test_five_turns_of_a_dialogue_are_five_whole_prompts(artifact, session):
-    """The dialogue goes past the sliding window of 64, up to the context's end."""
+def test_five_turns_of_a_dialogue_equal_five_separate_prompts(artifact, session):
+    """The dialogue exceeds the sliding window of 64 and reaches the context's end."""
     turns = ["class Reader:", "def read(self):", "x = 1", "import os", "for i in range(3):"]
     with load(artifact) as model:
         dialogue, reused = Conversation(model, "A module.", max_new_tokens=150, ignore_eos=True), []
@@ -114,18 +114,18 @@ def test_five_turns_of_a_dialogue_are_five_whole_prompts(artifact, session):
                 dialogue.ask(turn)
 
 
-def test_two_generations_at_once_are_refused_and_the_first_goes_on(model, session):
+def test_a_second_generation_at_once_is_refused_and_the_first_continues(model, session):
     expected = complete(session, model.text.encode(TEXT), max_new_tokens=30).token_ids
     first = model.stream(TEXT, max_new_tokens=30)
     tokens = list(next(first).token_ids)
-    with pytest.raises(BusyError, match="under way"):
+    with pytest.raises(BusyError, match="is running"):
         model.generate(TEXT)
     for piece in first:
         tokens += piece.token_ids
     assert tokens == expected == model.generate(TEXT, max_new_tokens=30).token_ids
 
 
-def test_of_many_threads_one_generates_at_a_time(model):
+def test_only_one_of_many_threads_generates_at_a_time(model):
     expected, start = model.generate(TEXT, max_new_tokens=40).token_ids, threading.Barrier(8)
 
     def attempt(_):
@@ -140,7 +140,7 @@ def test_of_many_threads_one_generates_at_a_time(model):
     assert any(outcomes) and all(tokens in (None, expected) for tokens in outcomes)
 
 
-def test_a_generation_that_is_left_keeps_what_was_said(fresh):
+def test_an_abandoned_generation_keeps_its_tokens(fresh):
     whole = fresh.generate(TEXT, max_new_tokens=40)
     with fresh.stream(TEXT, max_new_tokens=40) as stream:
         for _ in range(3):
@@ -152,7 +152,7 @@ def test_a_generation_that_is_left_keeps_what_was_said(fresh):
     assert fresh.generate(TEXT, max_new_tokens=40).token_ids == whole.token_ids
 
 
-def test_two_artifacts_in_a_process(artifact):
+def test_two_artifacts_can_be_open_in_one_process(artifact):
     with load(artifact) as one, load(artifact / "model.pte") as other:
         streams = one.stream(TEXT, max_new_tokens=30), other.stream(TEXT[:10], max_new_tokens=30)
         for _ in range(5):
@@ -161,7 +161,7 @@ def test_two_artifacts_in_a_process(artifact):
         assert streams[0].result.token_ids != streams[1].result.token_ids
 
 
-def test_a_closed_model_says_so(artifact):
+def test_a_closed_model_is_reported_as_closed(artifact):
     model = load(artifact)
     model.close()
     with pytest.raises(ValueError, match="closed"):
@@ -171,7 +171,7 @@ def test_a_closed_model_says_so(artifact):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temprature": 1}, "'temprature' is no option of a generation: there are chain_len"),
+        ({"temprature": 1}, "'temprature' is no option of a generation: the options are chain_len"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"max_new_tokens": True}, "max_new_tokens is True"),
         ({"temperature": -0.1}, "temperature"),
@@ -184,12 +184,12 @@ def test_a_closed_model_says_so(artifact):
         ({"logprobs": -1}, "logprobs is -1"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_before_anything_runs(options, message, fresh):
+def test_invalid_options_are_refused_before_anything_runs(options, message, fresh):
     with pytest.raises(ValueError, match=message):
         fresh.stream(TEXT, **options)
 
 
 @pytest.mark.parametrize("prompt", ["", [], [5000], [True], [{"role": "user"}], 7])
-def test_what_is_no_prompt_is_refused(prompt, fresh):
+def test_an_invalid_prompt_type_is_refused(prompt, fresh):
     with pytest.raises(ValueError):
         fresh.stream(prompt)

@@ -1,4 +1,4 @@
-"""``scripts/bench/bench_llama_cpp.py`` as far as it goes without a llama.cpp: what it reads of one, and its figures."""
+"""``scripts/bench/bench_llama_cpp.py`` without a llama.cpp: parsing of its output, and the figures."""
 
 import json
 
@@ -33,7 +33,7 @@ LOG = """\
 """
 
 
-def test_acceptance_is_that_of_the_last_statistics():
+def test_acceptance_is_read_from_the_last_statistics_of_the_log():
     assert llama_server.acceptance(LOG) == [0.876, 0.767, 0.659]
     with pytest.raises(ValueError, match="no statistics"):
         llama_server.acceptance("server is listening")
@@ -49,7 +49,7 @@ def test_a_reply_becomes_a_result_timed_from_its_first_token():
 
 
 def outcome(configuration: Configuration | LlamaCppConfiguration, seconds: list[float], tokens: list[int]) -> Outcome:
-    """A prompt a pass."""
+    """Return an outcome with one prompt per pass."""
     passes = []
     for each in seconds:
         stats = GenerationStats(1, 3, 0, len(tokens), prefill_seconds=0.5, decode_seconds=each)
@@ -61,7 +61,7 @@ def outcome(configuration: Configuration | LlamaCppConfiguration, seconds: list[
     return Outcome(configuration, passes)
 
 
-def test_ratios_are_formed_within_a_pass_and_the_best_of_llama_cpp_is_named(tmp_path):
+def test_ratios_are_computed_within_a_pass_and_llama_cpps_best_setting_is_named(tmp_path):
     (tmp_path / "log").write_text(LOG)
     ours = Configuration("out", None, 0), Configuration("out", None, 2)
     settings = [
@@ -112,7 +112,7 @@ def test_ratios_are_formed_within_a_pass_and_the_best_of_llama_cpp_is_named(tmp_
     assert text[-2].startswith("llama.cpp q4_k_m, draft q8_0, backend sampling, chain length 1: differs from out, ")
 
 
-def test_the_converted_target_differs_in_its_tokenizer_alone(tmp_path):
+def test_the_converted_target_differs_only_in_its_tokenizer(tmp_path):
     checkpoint = TARGETS["gemma4-tiny"].checkpoint
     before = (checkpoint / "tokenizer.json").read_bytes()
     llama_build.with_accepted_tokenizer(checkpoint, tmp_path)
@@ -122,7 +122,7 @@ def test_the_converted_target_differs_in_its_tokenizer_alone(tmp_path):
     assert (tmp_path / "model.safetensors").samefile(checkpoint / "model.safetensors")
 
 
-def test_a_folder_that_is_no_build_is_refused(tmp_path):
+def test_a_folder_without_a_llama_cpp_build_is_refused(tmp_path):
     _, line = fail_command(bench.main, tmp_path, tmp_path)
     assert "CMakeCache.txt is missing: give the folder that CMake built llama.cpp in" in line
     (tmp_path / "CMakeCache.txt").write_text("A:BOOL=ON\nCMAKE_HOME_DIRECTORY:INTERNAL=/sources of it\n")
@@ -130,7 +130,7 @@ def test_a_folder_that_is_no_build_is_refused(tmp_path):
     assert "llama-server is missing" in line
 
 
-def test_the_steps_are_of_the_checkpoints_own_weights(tmp_path):
+def test_the_gguf_for_step_times_has_the_checkpoints_own_weights(tmp_path):
     model = random_model("qwen3-4B", num_hidden_layers=2).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "target")
     steps.write_gguf(tmp_path / "target", model.config, tmp_path / "bf16.gguf")
@@ -142,6 +142,6 @@ def test_the_steps_are_of_the_checkpoints_own_weights(tmp_path):
     assert len(read["tensors"]) == len({value.data_ptr() for value in expected.values()})
 
 
-def test_the_steps_take_a_build_with_llama_bench(tmp_path):
+def test_step_times_need_a_build_with_llama_bench(tmp_path):
     code, line = fail_command(steps.main, tmp_path, "--folder", tmp_path / "work")
     assert code and "CMakeCache.txt is missing: give the folder that CMake built llama.cpp in" in line

@@ -1,4 +1,4 @@
-"""scripts/bench/bench_serve.py: what it reckons of answers, and a run of it over a real server."""
+"""scripts/bench/bench_serve.py: its figures from given answers, and a run with a real server."""
 
 import json
 
@@ -7,7 +7,7 @@ from bench_serve import LIBRARY, SERVER, Heard, as_text, main, report_of
 from commands import run_command
 
 
-def test_figures_are_formed_within_a_pass():
+def test_server_ratios_are_computed_within_a_pass():
     heard = {
         LIBRARY: [[Heard(11, 0.1, 1.0), Heard(21, 0.3, 2.0)], [Heard(11, 0.2, 2.0), Heard(21, 0.2, 4.0)]],
         SERVER: [[Heard(11, 0.2, 1.1), Heard(21, 0.6, 2.2)], [Heard(11, 0.2, 2.2), Heard(21, 0.2, 4.4)]],
@@ -24,7 +24,7 @@ def test_figures_are_formed_within_a_pass():
     assert "A round takes 450.00 (300.00..600.00) ms, and 45.000 (30.000..60.000) ms more by the server: 10.0%" in text
 
 
-def test_an_artifact_without_a_tokenizer_is_measured_as_well(artifact, tmp_path):
+def test_an_artifact_without_a_tokenizer_is_measured_by_bench_serve(artifact, tmp_path):
     (tmp_path / "model.pte").symlink_to(artifact / "model.pte")
     report = json.loads(run_command(main, tmp_path, "--repeats", 1, "--new-tokens", 4, "--json").stdout)
     assert [side["side"] for side in report["sides"]] == [LIBRARY, SERVER]

@@ -1,4 +1,5 @@
-"""``scripts/gpu/check_on_gpu.py`` on an artifact that is compiled for the CPU: what it writes, compares and refuses."""
+"""``scripts/gpu/check_on_gpu.py``, run on an artifact that is compiled for the CPU, writes, compares and refuses
+correctly."""
 
 import json
 import shutil
@@ -22,7 +23,7 @@ PROMPTS, TOKENS = ([5, 7, 11], [40, 41, 42, 43, 44, 45]), 8
 
 @pytest.fixture(scope="module")
 def artifact(host_artifact, tmp_path_factory):
-    """A copy of the artifact, with what its own three methods generate beside it."""
+    """A copy of the artifact, with the tokens of its own three methods in a file beside it."""
     copied = tmp_path_factory.mktemp("carried") / "artifact"
     shutil.copytree(host_artifact, copied)
     session, said = open_session(open_artifact(copied), "torch"), []
@@ -41,7 +42,7 @@ def run(*command):
     return CliRunner().invoke(check_on_gpu.main, [str(part) for part in command])
 
 
-def test_what_is_equal_is_said_of_each_prompt(artifact):
+def test_equal_results_are_printed_for_each_prompt(artifact):
     done = run("compare", artifact)
     assert done.exit_code == 0, done.output
     assert done.output.count("tokens equal, rounds equal") == 2
@@ -50,7 +51,7 @@ def test_what_is_equal_is_said_of_each_prompt(artifact):
         assert f"{count} of {count} proposals equal" in done.output
 
 
-def test_another_token_and_an_artifact_that_does_not_run_are_refused(artifact, tmp_path):
+def test_a_different_token_and_an_artifact_that_does_not_run_are_refused(artifact, tmp_path):
     said = json.loads(check_on_gpu.expected_file(artifact).read_text())
     other, lacking = tmp_path / "other", tmp_path / "lacking"
     for folder in (other, lacking):
@@ -81,7 +82,7 @@ def test_another_token_and_an_artifact_that_does_not_run_are_refused(artifact, t
     assert done.output.count("tokens equal") == 2 and done.output.endswith(f"Error: wrong: {lacking}\n")
 
 
-def test_what_a_module_generates_is_written_beside_its_artifact(tmp_path):
+def test_the_tokens_of_a_module_are_written_beside_its_artifact(tmp_path):
     folder = tmp_path / "artifact"
     folder.mkdir()
     greedy = EagerGreedy("cpu", ExportConfig("gemma4-tiny"))

@@ -1,4 +1,4 @@
-"""``scripts/gpu/gpu_carry.py``: what is unpacked has the artifact's files, and weights of its sizes."""
+"""``scripts/gpu/gpu_carry.py`` unpacks the artifact's files, with weights of the right sizes."""
 
 import shutil
 
@@ -12,7 +12,7 @@ def run(*command):
     return CliRunner().invoke(gpu_carry.main, [str(part) for part in command], catch_exceptions=False)
 
 
-def test_an_artifact_is_carried_by_samples_of_its_weights(cuda_artifact, tmp_path, monkeypatch):
+def test_an_artifact_is_packed_with_samples_of_its_weights(cuda_artifact, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_carry, "WRITTEN", 2 * gpu_carry.SAMPLE)  # so that a weight takes several
     packed, found = tmp_path / "packed.tar.xz", tmp_path / "found"
     for command in (["pack", cuda_artifact, packed], ["unpack", packed, found]):
@@ -39,7 +39,7 @@ def refused(*command):
     return done.output.strip()
 
 
-def test_what_cannot_be_packed_or_unpacked_is_refused_in_a_line(cuda_artifact, tmp_path):
+def test_invalid_folders_and_archives_are_refused_in_one_line(cuda_artifact, tmp_path):
     (tmp_path / "empty").mkdir()
     text = tmp_path / "text.tar.xz"
     text.write_text("no tar")
@@ -55,7 +55,7 @@ def test_what_cannot_be_packed_or_unpacked_is_refused_in_a_line(cuda_artifact, t
     assert not (tmp_path / "new").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["empty", text.name]
 
 
-def test_a_packed_file_in_the_artifacts_own_folder_does_not_hold_itself(cuda_artifact, tmp_path):
+def test_an_archive_in_the_artifacts_own_folder_does_not_contain_itself(cuda_artifact, tmp_path):
     copied, packed = tmp_path / "artifact", tmp_path / "artifact" / "packed.tar.xz"
     shutil.copytree(cuda_artifact, copied)
     assert run("pack", copied, packed).exit_code == 0 and run("unpack", packed, tmp_path / "found").exit_code == 0

@@ -1,4 +1,4 @@
-"""``scripts/gpu/gpu_check.py`` as far as it goes without a GPU: what it judges by, its stages, and their report."""
+"""``scripts/gpu/gpu_check.py`` without a GPU: its reference, its stages, and their report."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def greedy():
     return gpu_greedy.EagerGreedy("cpu", config)
 
 
-def test_a_moved_module_keeps_its_weights_and_their_kinds(greedy):
+def test_a_module_moved_to_a_device_keeps_its_weights_and_their_types(greedy):
     weights = {name: value for name, value in greedy.target.named_parameters()}
     gpu_greedy.placed(greedy.target, "cpu")
     for name, value in greedy.target.named_parameters():
@@ -35,7 +35,7 @@ def test_a_moved_module_keeps_its_weights_and_their_kinds(greedy):
     assert sum(isinstance(value, TorchAOBaseTensor) for value in weights.values()) == 43
 
 
-def test_a_session_of_the_same_weights_is_identical_and_another_is_not(greedy, monkeypatch):
+def test_a_session_with_the_same_weights_is_identical_and_a_contrary_one_is_refused(greedy, monkeypatch):
     monkeypatch.setattr(gpu_greedy, "NEW_TOKENS", 6)
     session = EagerSession(greedy.speculator, make_metadata(greedy.plan, {}))
     with small_m_dispatch(greedy.plan.few_rows):
@@ -83,7 +83,7 @@ def lack_ours(facts):
     import eagle3.runner.nothing_of_this_name  # noqa: F401
 
 
-def test_every_step_ends_somehow_and_the_next_runs(tmp_path, capsys):
+def test_every_step_gets_an_outcome_and_the_next_one_runs(tmp_path, capsys):
     report = noted(tmp_path)
 
     def steps():
@@ -109,7 +109,7 @@ def test_every_step_ends_somehow_and_the_next_runs(tmp_path, capsys):
     assert report.failed and "tokens/s 3" in capsys.readouterr().out
 
 
-def test_the_json_is_whole_after_each_step_and_keeps_other_stages(tmp_path):
+def test_the_json_is_complete_after_each_step_and_keeps_other_stages(tmp_path):
     def of(report, *names):
         return lambda: [report.step(name, lambda facts: None) for name in names]
 
@@ -147,7 +147,7 @@ def test_a_failed_export_says_its_last_line_and_keeps_its_log(tmp_path, monkeypa
         gpu_check.export(check, tmp_path / "tiny-native")
 
 
-def test_another_pytorch_or_no_compiler_is_not_run(tmp_path, monkeypatch):
+def test_steps_are_not_run_with_another_pytorch_or_without_a_compiler(tmp_path, monkeypatch):
     check = gpu_check.Check(noted(tmp_path), tmp_path, None, 4)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
     with pytest.raises(gpu_steps.NotRun, match="torch 2.11.0: lowering for CUDA without a GPU is tested with"):
@@ -157,8 +157,8 @@ def test_another_pytorch_or_no_compiler_is_not_run(tmp_path, monkeypatch):
         gpu_check.export(check, tmp_path / "tiny-native")
 
 
-def test_stages_measure_an_artifact(host_artifact, greedy, tmp_path, monkeypatch):
-    """One compiled for the CPU: every method is called and every figure is made."""
+def test_the_stages_of_gpu_check_measure_an_artifact(host_artifact, greedy, tmp_path, monkeypatch):
+    """The artifact is compiled for the CPU; every method is called and every figure is computed."""
     weights = {"weight_bytes": 10**6}
     monkeypatch.setattr(
         gpu_check, "recorded", lambda folder: dict.fromkeys(("target_verify", "draft_decode", "prefill"), weights)
@@ -185,7 +185,7 @@ def test_stages_measure_an_artifact(host_artifact, greedy, tmp_path, monkeypatch
     assert facts["tokens/s"] > 0 and facts["graphs"] == "captured"
 
 
-def test_kernels_are_told_apart_by_the_whole_of_their_names_and_by_their_grids():
+def test_kernels_are_distinguished_by_their_full_names_and_grids():
     def launched(name, grid, microseconds):
         return {"cat": "kernel", "name": name, "dur": microseconds, "args": {"grid": grid}}
 
@@ -197,7 +197,7 @@ def test_kernels_are_told_apart_by_the_whole_of_their_names_and_by_their_grids()
     assert list(found)[1] == "int4 [336, 1, 1]" and list(found)[3].endswith("_common_3 [1, 1, 1]")
 
 
-def test_a_head_that_proposes_a_block_drafts_once_a_round(host_artifact, tmp_path, monkeypatch):
+def test_a_head_that_proposes_a_block_is_timed_with_one_draft_call_per_round(host_artifact, tmp_path, monkeypatch):
     monkeypatch.setattr(
         gpu_check, "recorded", lambda folder: dict.fromkeys(("target_verify", "draft_decode"), {"weight_bytes": 10**6})
     )
@@ -221,7 +221,7 @@ def test_a_head_that_proposes_a_block_drafts_once_a_round(host_artifact, tmp_pat
         gpu_check.measure_round(facts, check, "off")
 
 
-def test_a_session_that_did_not_open_or_run_is_not_said_to_have_captured_graphs(host_artifact, tmp_path):
+def test_captured_graphs_are_not_reported_for_a_session_that_failed(host_artifact, tmp_path):
     facts = {}
     (tmp_path / "model.pte").write_bytes(b"another file")
     with pytest.raises(ValueError, match="no ExecuTorch program"), gpu_check.opened(tmp_path, "auto", facts):

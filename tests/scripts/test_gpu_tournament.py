@@ -1,4 +1,5 @@
-"""``scripts/gpu/gpu_tournament.py`` without a GPU: machine code for every launch, what is right, what is chosen."""
+"""``scripts/gpu/gpu_tournament.py`` without a GPU: machine code for every launch, correct variants, and the choice
+among them."""
 
 import json
 import subprocess
@@ -29,7 +30,7 @@ def compiled(tmp_path_factory):
     return folder
 
 
-def test_every_launch_of_a_run_has_machine_code_that_the_driver_takes(compiled):
+def test_every_launch_of_the_tournament_has_machine_code_that_the_driver_accepts(compiled):
     """Each is launched over the stand-in: its threads, shared memory and arguments are those it was compiled for."""
     script = HELPERS / "stand_in_tournament.py"
     done = subprocess.run([sys.executable, script, compiled], capture_output=True, text=True)
@@ -40,7 +41,7 @@ def test_every_launch_of_a_run_has_machine_code_that_the_driver_takes(compiled):
     assert launches == len(cases(LINEARS)) + layers * (len(LINEARS) + waits) + 2 * gpu_tournament.EMPTY
 
 
-def test_kernels_that_wait_are_launched_early_and_no_others(compiled):
+def test_only_kernels_that_wait_for_earlier_launches_are_launched_early(compiled):
     manifest = json.loads((compiled / MANIFEST).read_text())
     assert {about["early"] for about in manifest.values()} == {True, False}
     for key, about in manifest.items():
@@ -63,7 +64,7 @@ def test_a_launch_is_named_by_its_kernel_types_and_constants():
 
 
 class Interpreted(ExitStack):
-    """A run on the host, its kernels by Triton's interpreter."""
+    """A run on the host, with kernels in Triton's interpreter."""
 
     def __enter__(self):
         super().__enter__()
@@ -92,13 +93,13 @@ def found_right(variants) -> dict[str, str]:
     return run.found["right"]
 
 
-def test_every_variant_computes_what_the_plain_product_does():
+def test_every_variant_equals_the_plain_product():
     found = found_right(VARIANTS)
     assert len(found) >= 2 * 8
     assert {name: fault for name, fault in found.items() if fault} == {}
 
 
-def test_what_a_variant_does_wrong_is_said():
+def test_the_fault_of_a_wrong_variant_is_named():
     records = next(variant for variant in VARIANTS if variant.name == "records")
     wrong = replace(records, name="wrong", lay_out=lambda q, s, ss, z, zs: records.lay_out(q, z, ss, s, zs))
 
@@ -120,7 +121,7 @@ def test_what_a_variant_does_wrong_is_said():
     assert found["down, 4 rows, records"] == ""
 
 
-def test_the_fastest_by_its_slower_time_is_chosen():
+def test_the_variant_with_the_best_slower_time_is_chosen():
     run = Run(None, {"down": LINEARS["down"]}, "cpu")
     times = {"tiled": [30.0, 31.0], "records": [20.0, 40.0], "records, 4 blocks ahead in L2": [25.0, 26.0]}
     run.found["alone"] = {f"down, 4 rows, {name}": {"us": us, "bytes": 1} for name, us in times.items()}
@@ -129,7 +130,7 @@ def test_the_fastest_by_its_slower_time_is_chosen():
     assert choice["gain"] == pytest.approx(31 / 26)
 
 
-def test_a_run_without_a_gpu_is_one_line(tmp_path):
+def test_the_tournament_without_a_gpu_is_refused_in_one_line(tmp_path):
     (tmp_path / "archive").touch()
     done = CliRunner().invoke(gpu_tournament.main, ["run", str(tmp_path / "archive")])
     assert done.exit_code == 1 and "there is no CUDA GPU here" in done.output

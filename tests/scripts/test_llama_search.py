@@ -1,4 +1,4 @@
-"""``scripts/bench/llama_search.py`` and the whole comparison over a server that is as fast as it is told
+"""``scripts/bench/llama_search.py`` and the whole comparison, with a fake server of given speeds
 (``fake_llama_server.py``)."""
 
 import json
@@ -41,7 +41,7 @@ SLOW = {"default": 500, "speeds": {}}
 
 
 class FakeBuild:
-    """A folder as CMake leaves it, with tools that are quick; ``plan`` is what its server does."""
+    """A build folder like CMake's, with fast fake tools; ``plan`` sets the behaviour of its server."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -117,7 +117,7 @@ def test_the_search_finds_the_planted_settings(server, fake_build, monkeypatch):
     assert {(each["threads"], each["context"]) for each in served} == {("2", "96")}
 
 
-def test_a_stall_in_one_turn_does_not_decide(monkeypatch):
+def test_a_stall_in_one_of_two_runs_does_not_decide_the_search(monkeypatch):
     slow_first, slow_later, failing = grid("q8_0")[1:4]
     speeds = {slow_first: [75, 900], slow_later: [800, 81], failing: [950, None]}
 
@@ -131,14 +131,14 @@ def test_a_stall_in_one_turn_does_not_decide(monkeypatch):
     assert found[2].failure == "it ended"
 
 
-def test_of_equally_fast_settings_the_first_of_the_grid_are_taken(server, fake_build):
+def test_among_equally_fast_settings_the_first_of_the_grid_are_chosen(server, fake_build):
     fake_build.plan(speeds={"q4_0 3 q8_0 on": 501})
     best, *others = comparable(searched(server, grid("q4_0")))["q4_0"][1:]
     assert best == Setting("q4_0", 3, "q8_0")
     assert others == [Setting("q4_0", 1, "f32"), Setting("q4_0", 1, "f32", False), Setting("q4_0", 1, "q8_0")]
 
 
-def test_settings_whose_servers_fail_are_left_out_and_say_why(server, fake_build):
+def test_settings_whose_servers_fail_are_left_out_with_the_reason(server, fake_build):
     names = "q8_0 1 f32 on", "q8_0 1 f32 off", "q8_0 1 q8_0 on"
     fake_build.plan(speeds=dict.fromkeys(names, 900), starts_not=names[:1], ends=names[1:2], refuses=names[2:])
     tried = searched(server, grid("q8_0")[:5])
@@ -152,7 +152,7 @@ def test_settings_whose_servers_fail_are_left_out_and_say_why(server, fake_build
     assert comparable(tried) == {"q8_0": [plain.setting, last.setting]}
 
 
-def test_a_type_of_weight_without_anything_to_compare_is_left_out(server, fake_build):
+def test_a_weight_type_without_working_settings_is_left_out(server, fake_build):
     fake_build.plan(starts_not=["q8_0 0", "q4_0 1 f32 off"])
     tried = searched(server, grid("q8_0")[:2] + grid("q4_0")[:3])
     assert comparable(tried) == {"q4_0": grid("q4_0")[:2]}
@@ -174,7 +174,7 @@ def test_a_server_that_does_not_end_is_killed(server, fake_build, monkeypatch):
         configuration.complete(WORKLOAD, WORKLOAD.prompts[0])
 
 
-def test_a_prompt_beyond_the_context_is_refused_before_it_is_tokenized(server):
+def test_llama_server_prompts_beyond_the_context_are_refused_before_tokenizing(server):
     model = Model(scripted_metadata(max_seq_len=96), lambda: None, TARGETS["gemma4-tiny"].checkpoint)
     configuration = LlamaCppConfiguration(Setting("q8_0"), model, 1, server.logs / "log")
     with pytest.raises(ValueError, match="the prompt has 3,000,000 characters, the artifact's context 96 tokens"):
@@ -186,8 +186,8 @@ def test_a_prompt_beyond_the_context_is_refused_before_it_is_tokenized(server):
 
 @pytest.fixture
 def few_prompts(monkeypatch, tmp_path):
-    """Bench with few prompts, and keep the pool of threads: other tests' methods, loaded in this process, hold on to
-    the one that is there and wait for ever once it is freed."""
+    """Run the benchmark with few prompts, and keep the pool of threads: methods that other tests loaded in this process
+    use the present pool, and would wait for ever after it is freed."""
     monkeypatch.setattr(bench, "use_threads", lambda count: None)
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "def main(argv=None):\\n    "}\n{"prompt": "import os\\n"}\n')
@@ -234,7 +234,7 @@ def test_a_finalist_that_fails_is_named_and_the_next_fastest_takes_its_place(art
 
 
 @pytest.mark.usefixtures("few_prompts")
-def test_where_every_setting_fails_there_is_one_line(artifact, fake_build):
+def test_a_search_in_which_every_setting_fails_gives_one_error_line(artifact, fake_build):
     drafting = product(range(1, 8), ("f32", "q8_0"), ("on", "off"))
     fake_build.plan(starts_not=["f32 0", *(" ".join(map(str, ("f32", *each))) for each in drafting)])
     code, line = fail_command(bench.main, artifact, fake_build.folder)

@@ -1,4 +1,4 @@
-"""The survey of heads reads a configuration of each trainer as that trainer computes it, and tells what it does not."""
+"""The survey of heads reads a configuration of each trainer as that trainer's code does, and finds wrong readings."""
 
 from dataclasses import replace
 
@@ -32,11 +32,11 @@ def test_a_head_is_read_as_its_trainer_computes_it(name):
 
 
 @pytest.mark.parametrize("name", [name for name, head in BY_NAME.items() if head.refused])
-def test_a_head_is_refused_for_its_own_reason(name):
+def test_a_head_of_the_survey_is_refused_for_the_expected_reason(name):
     what, line = outcome(BY_NAME[name])
     assert what == REFUSED and len(line) < 300, line
 
 
 @pytest.mark.parametrize("change", [{"base": 1e6}, {"window": 7}, {"normed": True}, {"untold": True}, {"refused": "x"}])
-def test_the_survey_sees_a_head_that_is_read_otherwise(change):
+def test_the_survey_finds_a_head_that_is_read_wrongly(change):
     assert outcome(replace(BY_NAME["AngelSlim: qwen3-4B"], **change))[0] == WRONG

@@ -1,5 +1,5 @@
-"""gemma4-tiny's CUDA artifact run without a GPU: its libraries as they are, over a strict stand-in for the driver, its
-kernels by Triton's interpreter."""
+"""gemma4-tiny's CUDA artifact runs without a GPU: its unchanged libraries on a strict stand-in for the driver, its
+kernels in Triton's interpreter."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ def greedy(cuda_artifact):
     return EagerGreedy("cpu", config_of(cuda_artifact))
 
 
-def test_fused_rounds_and_three_methods_say_what_eager_greedy_says(found, greedy):
+def test_interpreted_fused_rounds_and_three_methods_give_the_eager_greedy_tokens(found, greedy):
     for asked, generation in zip(ASKED, found["generations"], strict=True):
         pair = generation["fused_rounds"], generation["three_methods"]
         assert pair[0] == pair[1] and len(pair[0]["token_ids"]) == asked["max_new_tokens"]
@@ -43,14 +43,14 @@ def test_fused_rounds_and_three_methods_say_what_eager_greedy_says(found, greedy
     assert found["generations"][0]["fused_rounds"]["stats"]["mean_acceptance_length"] > 2
 
 
-def test_rounds_and_proposals_are_those_of_the_module(found, greedy):
+def test_interpreted_rounds_and_proposals_equal_the_modules(found, greedy):
     for asked, generation in zip(ASKED, found["generations"], strict=True):
         facts, wrong = compare(eagerly(greedy, asked["prompt"], asked["max_new_tokens"]), generation)
         assert not wrong, facts
 
 
 @pytest.mark.parametrize("fault", ["token_ids", "stats", "proposals"])
-def test_a_part_that_differs_is_named(found, greedy, fault):
+def test_a_difference_from_the_module_is_named(found, greedy, fault):
     expected, generation = eagerly(greedy, ASKED[1]["prompt"], ASKED[1]["max_new_tokens"]), found["generations"][1]
     if fault == "proposals":
         calls = generation["proposals"]
@@ -61,11 +61,11 @@ def test_a_part_that_differs_is_named(found, greedy, fault):
         assert compare(expected, generation | {"fused_rounds": other})[1] == [f"fused_rounds: {fault}"]
 
 
-def test_a_gpu_would_have_refused_nothing_and_nothing_leaks(found):
+def test_the_interpreted_artifact_makes_no_refused_call_and_leaks_nothing(found):
     assert found["journal"] == [] and set(found["left"].values()) == {0}
 
 
-def test_methods_launch_over_the_grids_of_the_record(found, cuda_artifact):
+def test_methods_launch_kernels_over_the_recorded_grids(found, cuda_artifact):
     """The record has the launches that ``eagle3-inspect --cost`` counts."""
     recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())["launches"]
     for name in (TARGET_VERIFY, DRAFT_DECODE, SPECULATE):
@@ -79,7 +79,7 @@ def test_no_launch_has_a_race(found):
     assert found["races"] == ""
 
 
-def test_programs_that_run_in_another_order_or_see_each_others_stores_late_leave_the_same_bits(cuda_artifact):
+def test_other_orders_of_programs_and_delayed_stores_give_the_same_bits(cuda_artifact):
     """The rows of a call are on both sides of a ring's end, and of the end of a part of the attention."""
     command = [
         sys.executable,

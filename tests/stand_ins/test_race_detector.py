@@ -1,4 +1,4 @@
-"""The race detector finds the fault in kernels that have nothing else, and reports nothing in correct ones."""
+"""The race detector finds the fault in minimal faulty kernels, and reports nothing in correct ones."""
 
 import pytest
 import torch
@@ -45,37 +45,37 @@ def _interpreted(kernel):
     return InterpretedFunction(kernel.fn)
 
 
-def test_a_release_behind_a_barrier_and_an_acquire_order_two_programs():
+def test_a_release_after_a_barrier_and_an_acquire_order_two_programs():
     out, findings = handed_over(orders=("forward", "reversed", "shuffled", "delayed"))
     assert torch.equal(out, torch.arange(3.0 * N).view(3, N).sum(0)) and not findings
 
 
 @pytest.mark.parametrize("sem", ["relaxed", "acquire", "release"])
-def test_a_weaker_order_of_memory_is_not_enough(sem):
+def test_a_weaker_memory_order_does_not_order_two_programs(sem):
     assert "a load and a store of two programs meet and nothing orders them" in handed_over(sem)[1]
 
 
-def test_an_atomic_of_the_programs_own_scope_orders_nothing():
+def test_an_atomic_with_cta_scope_orders_no_other_program():
     _, findings = handed_over(scope="cta")
     assert "a load and a store of two programs meet and nothing orders them" in findings
     assert "atomics of CTA scope of two programs meet and nothing orders them" in findings
 
 
-def test_the_whole_system_is_scope_enough():
+def test_an_atomic_with_system_scope_orders_two_programs():
     assert not handed_over(scope="sys")[1]
 
 
-def test_a_release_holds_for_one_thread_unless_a_barrier_is_before_it():
+def test_a_release_without_a_barrier_before_it_covers_only_one_thread():
     assert "a load and a store of two programs meet and nothing orders them" in handed_over(before=False)[1]
 
 
-def test_an_acquire_holds_for_one_thread_unless_its_result_is_used():
-    """The compiler makes a barrier to hand the result to the others, where there is one."""
+def test_an_acquire_whose_result_is_unused_covers_only_one_thread():
+    """The compiler inserts a barrier to pass the result to the other threads, if there are any."""
     assert "a load and a store of two programs meet and nothing orders them" in handed_over(used=False)[1]
 
 
 def test_another_programs_stores_are_invisible_when_delayed_until_acquired():
-    """A wrong order of memory shows in what the launch leaves, where nothing else would show it."""
+    """The wrong memory order changes the results of the launch, and nothing else would show it."""
     for sem, seen in (("acq_rel", True), ("relaxed", False)):
         out, _ = handed_over(sem, orders=("delayed",))
         assert torch.equal(out, torch.arange(3.0 * N).view(3, N).sum(0)) == seen
@@ -119,7 +119,7 @@ def _one_program(X, Y, KIND: tl.constexpr):
         ("fresh", "a load of bytes of torch.empty of (16,) that nobody has written"),
     ],
 )
-def test_what_one_program_does_wrong_is_found_at_its_line(kind, expected):
+def test_a_fault_within_one_program_is_found_at_its_line(kind, expected):
     with watching(Detector(("forward",)), of_arguments=True) as detector, interpreted():
         _interpreted(_one_program)[(1,)](torch.zeros(32), torch.empty(16), kind)
     assert {each.what for each in detector.findings} == ({expected} if expected else set())
@@ -152,7 +152,7 @@ def _many_programs(X, Y, KIND: tl.constexpr):
         ("read", ("a load and a store", "what it leaves in the order reversed", "what it leaves in the order delayed")),
     ],
 )
-def test_what_two_programs_do_at_once_is_found(kind, expected):
+def test_a_race_between_two_programs_is_found(kind, expected):
     given = torch.arange(32.0), torch.zeros(32)
     with watching(Detector(("forward", "reversed", "delayed")), of_arguments=True) as detector, interpreted():
         _interpreted(_many_programs)[(2,)](*given, kind)
@@ -161,7 +161,7 @@ def test_what_two_programs_do_at_once_is_found(kind, expected):
     assert all(any(kind.startswith(each) for each in (*expected, "what it leaves")) for kind in kinds)
 
 
-def test_what_the_first_order_leaves_is_what_stays():
+def test_memory_keeps_the_results_of_the_first_order():
     for order, other in (("forward", "reversed"), ("reversed", "forward")):
         y = torch.zeros(16)
         with watching(Detector((order, other))), interpreted():
@@ -169,6 +169,6 @@ def test_what_the_first_order_leaves_is_what_stays():
         assert torch.equal(y, torch.full((16,), float(order == "forward")))
 
 
-def test_an_unknown_order_is_named():
+def test_an_unknown_order_of_programs_is_refused_by_name():
     with pytest.raises(ValueError, match="orders are backwards: name some of forward, reversed, shuffled, delayed"):
         Detector(("backwards",))

@@ -1,4 +1,4 @@
-"""The stand-in for a GPU objects to what a GPU refuses, or would silently do wrong, and lets through what is right."""
+"""The stand-in for a GPU reports calls that a GPU refuses or silently gets wrong, and accepts correct ones."""
 
 import json
 import re
@@ -74,20 +74,20 @@ def said():
     return json.loads(done.stdout)
 
 
-def test_what_is_right_is_let_through(said):
+def test_the_stand_in_accepts_correct_programs(said):
     assert {name: said[name] for name in RIGHT} == dict.fromkeys(RIGHT, "")
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named(name, said):
+def test_the_stand_in_names_each_fault(name, said):
     assert re.search(FAULTS[name], said[name]), said[name]
 
 
-def test_every_fault_is_looked_at(said):
+def test_every_fault_of_the_stand_in_has_an_expected_message(said):
     assert said.keys() == {*FAULTS, *RIGHT}
 
 
-def test_a_host_that_touches_device_memory_ends_with_a_line():
+def test_a_host_access_to_device_memory_ends_the_process_with_one_line():
     done = subprocess.run([sys.executable, SCRIPT, "host_touches_device_memory"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "the host touched device memory: byte 0 of 12"

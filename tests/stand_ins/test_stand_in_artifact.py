@@ -1,5 +1,5 @@
-"""gemma4-tiny's CUDA artifact over the stand-in for a GPU: faults put in by hand are named, nothing leaks, and a call
-of the driver that fails ends in a line."""
+"""With gemma4-tiny's CUDA artifact on the stand-in for a GPU, faults put in by hand are named, nothing leaks, and a
+failing driver call gives one error line."""
 
 import json
 import re
@@ -51,25 +51,25 @@ def sessions(cuda_artifact):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named(name, said):
+def test_each_fault_put_into_the_artifact_is_named(name, said):
     assert re.search(FAULTS[name], said[name]), said[name]
 
 
-def test_the_artifact_without_a_fault_is_let_through(said):
+def test_the_artifact_without_a_fault_is_accepted(said):
     assert said["right"] == "" and said.keys() == {*FAULTS, "right"}
 
 
-def test_a_thousand_rounds_and_a_hundred_loads_leave_nothing_behind(sessions):
+def test_a_thousand_rounds_and_a_hundred_loads_leak_nothing(sessions):
     assert sessions["checked"] == {"more": {}, "replayed": 50} and sessions["graphs"] == {"more": {}, "replayed": 1000}
     assert sessions["without"] == {"more": {}, "replayed": 0}
     assert sessions["loads"] == sessions["clean"] and set(sessions["clean"].values()) == {0}
 
 
-def test_a_runner_that_keeps_what_a_round_gives_is_seen(sessions):
+def test_a_runner_that_keeps_a_rounds_outputs_is_found(sessions):
     assert sessions["keeps"]["more"]["block"] >= 10
 
 
-def test_a_call_that_fails_ends_in_a_line_and_leaves_nothing(sessions):
+def test_a_failing_driver_call_gives_one_line_and_leaks_nothing(sessions):
     failures = sessions["failures"]
     assert {name: found["wrong"] for name, found in failures.items() if found["wrong"]} == {}
     assert all(failures[name]["tried"] >= 40 for name in MANY)

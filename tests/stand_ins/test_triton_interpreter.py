@@ -1,4 +1,4 @@
-"""The replaced parts of Triton's interpreter do what its own do."""
+"""The replaced parts of Triton's interpreter give the results of the original ones."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "dtype", "a", "b"), CASES)
-def test_integers_that_overflow_are_refused_and_the_largest_that_do_not_are_computed(kind, dtype, a, b):
+def test_the_interpreter_refuses_integer_overflow_and_computes_the_largest_values(kind, dtype, a, b):
     kernel, first, second = InterpretedFunction(_combined.fn), torch.tensor(a, dtype=dtype), torch.tensor(b)
     second, out = second.to(dtype), torch.empty(4, dtype=dtype)
     with interpreted(), pytest.raises(InterpreterError, match=f"overflow detected for operation {kind}"):
@@ -47,7 +47,7 @@ def test_integers_that_overflow_are_refused_and_the_largest_that_do_not_are_comp
     assert not torch.equal(wide, wide.to(dtype).long())
 
 
-def test_numpy_types_are_those_of_the_interpreters_own_table():
+def test_the_replaced_numpy_types_equal_the_interpreters_own_table():
     kinds = [tl.int1, tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.bfloat16, tl.float16, tl.float32]
     kinds += [tl.float8e5, tl.float8e4nv, tl.pointer_type(tl.float32)]
     kinds += [tl.block_type(kind, [4, 2]) for kind in kinds]

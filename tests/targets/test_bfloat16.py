@@ -30,7 +30,7 @@ def assert_close(logits, expected):
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*ROUTED, *SENSITIVE)])
-def test_a_family_in_chunks_across_its_window(name):
+def test_a_bfloat16_family_in_chunks_across_its_window_stays_close_to_float32(name):
     model = random_model(name).to(torch.bfloat16)
     weights = [(key, value.clone()) for key, value in model.state_dict().items()]
     target = TARGETS[name].module().load(weights, deepcopy(model.config), 64, torch.bfloat16, EagerAttention)
@@ -46,7 +46,7 @@ def test_a_family_in_chunks_across_its_window(name):
 
 
 @pytest.mark.parametrize("case", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
-def test_a_head_seeded_with_speculators_own_features(case):
+def test_a_bfloat16_head_seeded_with_speculators_features_stays_close_to_float32(case):
     draft, golden = read_draft(GOLDEN / case), load_file(GOLDEN / case / "golden.safetensors")
     head = load_draft(draft, 32, torch.bfloat16, EagerAttention, target=None)
     feature = head.fuse(tuple(golden["taps"].bfloat16().chunk(3, dim=-1)))

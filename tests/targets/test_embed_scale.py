@@ -1,4 +1,4 @@
-"""Gemma's embedding is scaled by a factor in the dtype of its checkpoint, whatever an export computes in."""
+"""Gemma's embedding is scaled by a factor in the dtype of its checkpoint, whatever the dtype of the export."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Targets with recurrent layers: every way in which a runner calls them gives transformers' own states, rejected rows
-leave nothing behind, and each fault put in by hand is noticed."""
+"""Targets with recurrent layers give transformers' own logits for all calls of a runner. Rejected rows leave no trace,
+and each fault put in by hand is found."""
 
 import random
 
@@ -52,7 +52,7 @@ rules differ by 1e-4), and the least that a fault has to."""
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, tmp_path_factory):
-    """transformers' model, and the target over the same weights."""
+    """transformers' model, and the target with the same weights."""
     config = AutoConfig.for_model(request.param, **SIZE | FAMILIES[request.param])
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     randomize(model, 0)
@@ -67,7 +67,7 @@ def walk(model, target, steps: int = 40, seed: int = 1) -> float:
     whole text, in their standard deviations.
 
     The calls: prompts in chunks, windows of which any number of rows is accepted, single rows, a call made twice,
-    another prompt, and another text behind the state that the last chunk saved.
+    another prompt, and another text after the state that the last chunk saved.
     """
     dice, worst = random.Random(seed), 0.0
 
@@ -119,12 +119,12 @@ def walk(model, target, steps: int = 40, seed: int = 1) -> float:
     return worst
 
 
-def test_every_call_of_a_runner_gives_transformers_logits(pair):
+def test_recurrent_targets_give_transformers_logits_for_every_call_of_a_runner(pair):
     assert walk(*pair) < TOLERANCE
 
 
-def test_every_acceptance_of_every_window_is_taken_up(pair):
-    """Each number of rows of a window up to the longest, and each number of them accepted, one after the other."""
+def test_recurrent_targets_continue_from_any_accepted_part_of_any_window(pair):
+    """All numbers of rows of a window and all numbers of accepted rows are tried, one after the other."""
     model, target = pair
     generator = torch.Generator().manual_seed(3)
     wanted = torch.randint(0, 96, (1, 400), generator=generator)
@@ -142,7 +142,7 @@ def test_every_acceptance_of_every_window_is_taken_up(pair):
                 at += accepted
 
 
-def test_a_position_that_is_committed_gives_no_number(pair):
+def test_a_call_before_the_committed_position_gives_nan(pair):
     _, target = pair
     tokens = torch.zeros(1, 4, dtype=torch.long)
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_a_position_that_is_committed_gives_no_number(pair):
         assert ahead.isnan().all()
 
 
-def test_what_memory_held_before_the_first_call_is_not_read(pair):
+def test_uninitialized_states_of_recurrent_layers_are_not_read(pair):
     model, target = pair
     for module in target.modules():
         if isinstance(module, Ring):
@@ -183,7 +183,7 @@ def committed_short(monkeypatch):
 
 
 def committed_twice(monkeypatch):
-    """Changes that were committed stay live, and are made again."""
+    """Fault: committed changes are applied again."""
     original = RecurrentPositions.rows
 
     def rows(self, input_pos):
@@ -210,7 +210,7 @@ def ring_too_short(monkeypatch):
 
 
 def ring_of_the_window_alone(monkeypatch):
-    """The convolution's rows before the oldest live row are overwritten."""
+    """Fault: the convolution's rows before the oldest live row are overwritten."""
     monkeypatch.setattr(Ring, "_slots", lambda self, positions: (positions + ROLLBACK_ROWS) % (ROLLBACK_ROWS // 2))
 
 
@@ -241,7 +241,7 @@ def convolution_one_off(monkeypatch):
 
 
 def convolution_of_the_live_rows_alone(monkeypatch):
-    """The saved state's convolution rows are not taken."""
+    """Fault: the saved state's convolution rows are not used."""
     original = GatedDeltaState.with_earlier
 
     def with_earlier(self, mixed, rows):
@@ -286,7 +286,7 @@ def first_state_not_forgotten(monkeypatch):
 
 
 def updates_without_the_rows_before(monkeypatch):
-    """The triangular system of a window is taken for the unit matrix."""
+    """Fault: the triangular system of a window is replaced by the unit matrix."""
     original = GatedDeltaState._window
 
     def window(self, query, key, value, decay, beta, state, masks):
@@ -301,7 +301,7 @@ def updates_without_the_rows_before(monkeypatch):
 
 
 def state_of_the_window_kept(monkeypatch):
-    """Rows that may be rejected touch the state."""
+    """Fault: rows that may be rejected change the state."""
     original = GatedDeltaState._window
 
     def window(self, query, key, value, decay, beta, state, masks):
@@ -347,6 +347,6 @@ FAULTS = [
 
 @pytest.mark.parametrize("put_in", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("pair", ["qwen3_5_text"], indirect=True)
-def test_a_fault_put_in_by_hand_is_noticed(pair, put_in, monkeypatch):
+def test_each_fault_put_into_recurrent_layers_is_found(pair, put_in, monkeypatch):
     put_in(monkeypatch)
     assert walk(*pair) > FAULTY

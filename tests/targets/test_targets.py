@@ -1,4 +1,5 @@
-"""A target is transformers' own model: same logits, same hidden states at the taps, over any split into forwards."""
+"""A target equals transformers' own model: same logits and same hidden states at the taps, for any split into
+forwards."""
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_the_tap_past_the_last_layer_is_its_output_before_the_final_norm(name, c
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "gemma4-E2B"])
-def test_a_head_without_an_embedding_gets_its_rows_and_the_targets_own_scale_apart(name, checkpoints, eager_target):
+def test_a_head_without_an_embedding_gets_the_targets_rows_and_its_scale_separately(name, checkpoints, eager_target):
     model, _ = checkpoints(name)
     target, tokens = eager_target(name), torch.arange(1, 20)[None]
     rows = F.embedding(tokens, model.get_input_embeddings().weight)
@@ -60,7 +61,7 @@ def test_a_head_without_an_embedding_gets_its_rows_and_the_targets_own_scale_apa
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_position_written_again_is_replaced(name, checkpoints, eager_target):
+def test_writing_a_position_again_replaces_it(name, checkpoints, eager_target):
     model, _ = checkpoints(name)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 96, (1, LENGTH), generator=generator)

@@ -6,14 +6,14 @@ kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at leas
 - memory: the bytes of weights, and of other tensors larger than L2, divided by the GPU's bandwidth;
 - issue: the warp instructions divided by four schedulers per SM, or those of the ALU divided by half as many up to
   sm_90, whichever takes longer; for a kernel with a matmul, those of its main loop;
-- latency: the same bytes, with at most as many in flight as the blocks that fit on the GPU have requested; behind
-  attention the loads with which what its programs computed is added, by the last program or by a launch of its own.
+- latency: the same bytes, with at most as many in flight as the blocks that fit on the GPU have requested; after
+  attention, the loads that add the partial sums of its programs, in the last program or in a launch of its own.
 
-KV caches are read as far as there are tokens: as far as ``context``, or a sliding layer's window if that is shorter.
-Without a context they are left out. Choices of experts are taken to differ as far as they can, which is the most that
-can be read: where rows choose alike, a call may take less. Kernels run one after the other, with ``LAUNCH_SECONDS``
-between them unless a CUDA graph is replayed. A bound is not measured, and a GPU takes longer: how long is estimated
-from measured times by ``estimate.py``.
+KV caches are read up to ``context`` tokens, or a sliding layer's window if that is shorter. Without a context they are
+left out. Rows are assumed to choose different experts as far as possible, which reads the most weights; a call whose
+rows share experts may take less. Kernels run one after the other, with ``LAUNCH_SECONDS`` between them unless a CUDA
+graph is replayed. A bound is not a measurement, and a GPU takes longer; ``estimate.py`` estimates the time from
+measured times.
 """
 
 import math
@@ -43,7 +43,7 @@ SUMS_AHEAD = 2
 
 
 def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...], context: int = 0) -> dict[str, Any]:
-    """Return ``cost`` of an artifact's ``model.pte`` behind ``context`` tokens, on the named GPUs or else on those that
+    """Return ``cost`` of an artifact's ``model.pte`` after ``context`` tokens, on the named GPUs or else on those that
     it was compiled for.
 
     Raises ValueError if the exporter recorded no launches, if no GPU of the artifact's architecture is known, or for a
@@ -76,7 +76,7 @@ def launches_of(record: Mapping[str, Any], model: str) -> dict[str, dict[str, An
 
 
 class Context(NamedTuple):
-    """The ``tokens`` that caches hold, and the most that they may (``max_seq_len``)."""
+    """The ``tokens`` that the caches hold, and the most that they may hold (``max_seq_len``)."""
 
     tokens: int = 0
     most: int = 0

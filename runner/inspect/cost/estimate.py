@@ -1,11 +1,11 @@
 """Estimates the time of a CUDA method's call from times that were measured on a GPU, kernel by kernel.
 
 A kernel of few rows takes a fixed time and one that grows with the bytes of its weights. Both are fits of the times on
-one H200 (driver 580.159, PyTorch 2.11, kernels by Triton 3.7.1), which ``export/lowering/cuda/README.md`` lists; where
-one kernel of a kind was timed, its fixed time is INT4's. Many rows take ``OF_BOUND`` times their bound. Between two
-kernels of a CUDA graph lies a gap. On another GPU the speed of quantized weights is scaled by multiprocessors and
-clock, since they are limited by instructions, and that of bfloat16 by memory's bandwidth; fixed times are not scaled.
-The speed of attention behind long contexts was not measured with the kernels of today.
+one H200 (driver 580.159, PyTorch 2.11, kernels by Triton 3.7.1), which ``export/lowering/cuda/README.md`` lists. A kind
+of which only one kernel was timed has the fixed time of the INT4 kernels. Many rows take ``OF_BOUND`` times their
+bound. There is a gap between two kernels of a CUDA graph. For another GPU, the speed of quantized kernels is scaled by
+multiprocessors and clock, since instructions limit them, and that of bfloat16 kernels by memory bandwidth. Fixed times
+are not scaled. The speed of attention after long contexts was not measured with the present kernels.
 """
 
 import re
@@ -17,15 +17,18 @@ from eagle3.runner.hardware.gpus import GPUS, Gpu
 
 MEASURED_ON = "H200"
 GAP_SECONDS = 0.8e-6
-"""From the end of a kernel to the begin of the next in a CUDA graph: 10.06 ms a round, 9.68 of them kernels."""
+"""Seconds from the end of a kernel to the start of the next in a CUDA graph: kernels took 9.68 ms of a round of 10.06
+ms."""
 OF_BOUND = 2.7
-"""The time of a prefill of 1,024 rows, in bounds at the clock that was seen: 0.29 s, 0.12 s counted at 1.755 GHz."""
+"""The measured time of a prefill of 1,024 rows divided by its bound at the GPU's actual clock: 0.29 s and 0.12 s at
+1.755 GHz."""
 FEW = 16
-"""The most rows of a kernel of few rows."""
+"""The most rows that count as few."""
 
 
 class Speed(NamedTuple):
-    """``fixed`` seconds, and then so many bytes a second. ``by_memory``: they are limited by memory."""
+    """The speed of a kind of kernel: ``fixed`` seconds, then a number of bytes per second. ``by_memory``: memory
+    bandwidth limits it."""
 
     fixed: float
     bytes: float
@@ -39,11 +42,11 @@ SPEEDS: dict[str, tuple[Speed, Speed]] = {
     r"_bf16_small_m": (Speed(9.8e-6, 3.91e12, True), Speed(9.8e-6, 3.91e12, True)),
     r".*experts_small_m": (Speed(5.8e-6, 3.27e12), Speed(14.6e-6, 2.38e12)),
 }
-"""Speeds of matmuls, by the beginning of a kernel's name, with up to 8 rows and with up to 16. Experts were not timed
-and are taken for INT4."""
+"""Speeds of matmuls, by the beginning of a kernel's name, with up to 8 rows and with up to 16. Kernels of experts were
+not timed and are assumed to be as fast as INT4 ones."""
 ATTENTION = Speed(11.2e-6, 4.25e12, True)
 OTHER = Speed(4.0e-6, 4.25e12, True)
-"""Norms took 4 us, whatever their rows; a copy moves 4.25 TB/s."""
+"""The speed of all other kernels: norms took 4 us for any number of rows, and a copy moves 4.25 TB/s."""
 
 
 def kernel_seconds(entry: Mapping[str, Any], rows: int, gpu: Gpu, bound: float) -> float:
@@ -60,7 +63,7 @@ def kernel_seconds(entry: Mapping[str, Any], rows: int, gpu: Gpu, bound: float) 
 
 
 def scale(gpu: Gpu, speed: Speed) -> float:
-    """Return how many times as fast as ``MEASURED_ON`` a GPU is for a kernel."""
+    """Return the speed of a GPU for a kernel, divided by the speed of ``MEASURED_ON``."""
     measured = GPUS[MEASURED_ON]
     if speed.by_memory:
         return gpu.bandwidth / measured.bandwidth
@@ -68,8 +71,8 @@ def scale(gpu: Gpu, speed: Speed) -> float:
 
 
 def estimate(kernels: Iterable[Mapping[str, Any]], gpu: Gpu) -> dict[str, Any]:
-    """Return the estimate of a method from those of its kernels: ``seconds`` by a CUDA graph, the GPU that it was
-    ``measured_on``, and whether it is ``scaled`` from that one to ``gpu``."""
+    """Return the estimate of a method, summed over its kernels: ``seconds`` with a CUDA graph, the GPU of the
+    measurements (``measured_on``), and ``scaled``, True if they were scaled to another GPU."""
     seconds = sum(entry["count"] * (entry["estimates"][gpu.name] + GAP_SECONDS) for entry in kernels)
     return of_seconds(seconds, gpu)
 

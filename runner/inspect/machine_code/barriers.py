@@ -90,7 +90,7 @@ class _Kernel:
         name, _ = self.flow.instructions[at].place
         found = self.flow.bases.get(name, frozenset())
         if not found:
-            raise ValueError(f"PTX {self.flow.instructions[at]}: from which argument {name} comes is not seen")
+            raise ValueError(f"PTX {self.flow.instructions[at]}: the argument from which {name} comes is not seen")
         return found
 
     @cached_property
@@ -127,7 +127,7 @@ class _Kernel:
     def faults(self) -> Iterator[Fault]:
         for at, kind in self.accesses.items():
             if at not in self.before:
-                continue  # not reached
+                continue  # the instruction cannot be reached
             recent, stored, weakly, unfollowed = self.before[at]
             yield from self._unordered(at, kind, recent)
             if kind == LOAD:
@@ -198,7 +198,7 @@ def access_of(instruction: Instruction) -> str | None:
         return STORE if kind == "st" else ATOMIC
     if kind in ("ld", "st", "atom", "red") and any(part.split("::")[0] in HARMLESS for part in parts):
         return None
-    raise ValueError(f"PTX {instruction}: {instruction.name} is not read, whether of global memory is not seen")
+    raise ValueError(f"PTX {instruction}: {instruction.name} is not read: its memory space is not seen")
 
 
 def is_barrier(instruction: Instruction) -> bool:

@@ -92,10 +92,10 @@ class _Kernel:
         self.pointers = set(map(int, POINTER.findall(ptx)))
         self.threads, self.grid, self.rows = threads, dict(zip("xyz", grid, strict=True)), rows
         self.known: dict[str, Values | None] = {}
-        self.definitions: dict[str, Statement] = {}  # the first: a loop's variables have the values at its entry
+        self.definitions: dict[str, Statement] = {}  # the first definition holds a loop variable's initial value
         for statement in self.statements:
             target = statement.arguments()[0]
-            if LOAD.match(statement.name):  # replaces the zeros that are assigned before it
+            if LOAD.match(statement.name):  # the load replaces the zeros assigned before it
                 self.definitions |= dict.fromkeys(REGISTER.findall(statement.text.split("[")[0]), statement)
             elif REGISTER.fullmatch(target) and not statement.predicate:
                 self.definitions.setdefault(target, statement)
@@ -137,7 +137,7 @@ class _Kernel:
     def value(self, name: str) -> Values:
         """Return the value of a register or an operand. Raises Unknown."""
         if name not in self.known:
-            self.known[name] = None  # stays if it is not found, or depends on itself
+            self.known[name] = None  # remains if the value is unknown or depends on itself
             self.known[name] = self._worked_out(name)
         found = self.known[name]
         if found is None:

@@ -93,14 +93,14 @@ class Flow:
         files, source, depth = dict(FILE.findall(ptx)), "", 0
         for number, line in enumerate(ptx.splitlines(), 1):
             if not depth and not line.startswith("{"):
-                continue  # the head of the kernel
+                continue  # a line before the kernel's body
             depth += line.count("{") - line.count("}")
             if not depth:
                 return
             if located := LOCATION.match(line):
                 source = f"{files.get(located[1], 'source')}:{located[2]}"
             found = LINE.match(line)
-            assert found is not None  # it takes an empty line too
+            assert found is not None  # the pattern also matches an empty line
             if found["label"]:
                 self.labels[found["label"]].append(len(self.instructions))
             if found["name"]:

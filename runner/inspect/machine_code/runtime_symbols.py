@@ -5,7 +5,7 @@ ExecuTorch's CUDA runtime is not in a CPU wheel, so its functions are listed her
 ``nm -D`` shows of ``libaoti_cuda_shims.so``, built from the sources of August 2026, before the release of 1.5.1
 (``backends/aoti/common_shims_slim.cpp``, ``backends/cuda/runtime``). The functions of CUDA are those of CUDA 13.0 that
 AOTInductor's code calls. Both runtimes link libcudart. PyTorch's host here also loads the driver's libcuda;
-ExecuTorch's does not, so a library must ask the loader for it.
+ExecuTorch's does not, so a library must list it as needed.
 """
 
 import ctypes

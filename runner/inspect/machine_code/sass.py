@@ -151,7 +151,7 @@ def parse(usage: str, sass: str, ptx: str) -> Code:
         if branch and int(branch[1], 16) < at:
             ends[int(branch[1], 16)] = at
     loops = (_loop([text for at, text in code if start <= at <= end]) for start, end in sorted(ends.items()))
-    texts = [text for _, text in code if text != "NOP"]  # they fill up the last lines
+    texts = [text for _, text in code if text != "NOP"]  # NOPs only fill the last lines
     load_bytes = _bytes(texts, "LDG.", "LDGSTS.")
     return Code(int(used[1]), _spilled(texts), len(texts), load_bytes, tuple(loops), ptx, _alu(texts))
 

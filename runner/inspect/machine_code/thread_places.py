@@ -128,11 +128,12 @@ class Places:
         return self._may_hold(found[0]) if true and len(found) == 1 else np.ones(self.flow.threads, dtype=bool)
 
     def _may_hold(self, comparison: Instruction) -> np.ndarray:
-        """Return bool [threads]: False where a comparison with a number cannot hold, whatever the common values are.
+        """Return bool [threads]:
 
-        A sum modulo the divisor of its common part is known: with it an equation can be refuted, and an upper bound of
-        an unsigned sum, which is no smaller than that remainder. A divisor that is a power of 2 holds for sums that
-        overflow, too. A signed sum is no smaller than its part by thread where the common part is not negative.
+        False where a comparison with a number cannot hold, whatever the common values are. The sum's remainder modulo
+        the divisor of its common part is known. That remainder can refute an equation, and also an upper bound of an
+        unsigned sum, which is no smaller than its remainder. If the divisor is a power of 2, this also holds for sums
+        that overflow. A signed sum whose common part is not negative is no smaller than its part by thread.
         """
         may = np.ones(self.flow.threads, dtype=bool)
         if comparison.parts[0] != "setp" or comparison.predicate or len(comparison.parts) != 3:
@@ -155,22 +156,22 @@ class Places:
         return value.by_thread % divisor < number if relation == "lt" and kind == "u32" else may
 
     def _not_negative(self, name: str) -> bool:
-        """Return True if a register is never negative: a block's index, and what is computed of it without a sign."""
+        """Return True if a register is never negative: a block's index, and values computed from it without a sign."""
         if re.fullmatch(r"%n?ctaid\.[xyz]|\d+", name):
             return True
         found = self.flow.definitions.get(name, [])
         if len(found) != 1 or found[0].predicate:
             return False
         kind, sources = found[0].parts[0], found[0].operands[1:]
-        if kind == "rem":  # has the sign of what is divided
+        if kind == "rem":  # a remainder has the sign of the dividend
             return self._not_negative(sources[0])
         of_some = kind == "and" and any(map(self._not_negative, sources))
         return of_some or kind in ("mov", "add", "min", "max") and all(map(self._not_negative, sources))
 
     def _idle(self, load: Instruction) -> np.ndarray:
-        """Return bool [threads]: True for threads that store nothing behind a load, nor hand on what they computed, so
-        that it does not matter whether they load what another thread stores later. They repeat the work of others where
-        a tensor has fewer elements than a block has room for."""
+        """Return bool [threads]: True for threads that store nothing after a load and pass no value to other threads.
+        It does not matter if such a thread loads a value that another thread stores later. These threads repeat the
+        work of others because a tensor has fewer elements than the block has places."""
         busy, in_warp = np.zeros(self.flow.threads, dtype=bool), False
         if load.parts[0] != "ld":
             return busy
@@ -186,7 +187,7 @@ class Places:
     def value(self, name: str) -> Value:
         """Return the value of a register or an operand. Raises Unknown."""
         if name not in self.known:
-            self.known[name] = None  # stays if it is not found, or depends on itself
+            self.known[name] = None  # remains if the value is unknown or depends on itself
             self.known[name] = self._worked_out(name)
         found = self.known[name]
         if found is None:
@@ -312,7 +313,7 @@ def _lie_apart(one: Value, other: Value) -> bool:
     them."""
     for low, high in ((one, other), (other, one)):
         unit = math.gcd(high.step, *high.common.values())
-        below = (unit & -unit) - 1  # the bits of ``high`` that are those of its part by thread
+        below = (unit & -unit) - 1  # these bits of ``high`` come only from its part by thread
         if low.is_number() and low.by_thread.min() >= 0 and low.by_thread.max() <= below:
             return not (high.by_thread & below & low.by_thread).any()
     return False

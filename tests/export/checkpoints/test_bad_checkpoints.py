@@ -1,4 +1,5 @@
-"""Any fault in a checkpoint's files is one line that names the file and what to do, no error of Python's."""
+"""Any fault in a checkpoint's files is reported in one line that names the file and what to do, not by an error of
+Python."""
 
 import json
 import os
@@ -45,7 +46,7 @@ def read(folder: Path, name: str = "gemma4-tiny"):
 
 
 def refusal(call, *args) -> str:
-    """The line that a user would see; an error that our checks did not foresee fails."""
+    """Return the line that a user would see. An error that no check of ours raises fails the test."""
     with pytest.raises((ValueError, OSError)) as refused:
         call(*args)
     line = one_line(refused.value)
@@ -58,7 +59,7 @@ def refusal(call, *args) -> str:
 
 @pytest.fixture
 def sharded(tmp_path) -> Path:
-    """Two shards and their index."""
+    """Write two shards and their index, and return the folder."""
     folder = tmp_path / "sharded"
     folder.mkdir()
     for number in (1, 2):
@@ -71,7 +72,7 @@ def index(folder: Path, content) -> None:
     (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def test_a_whole_checkpoint_is_read(sharded):
+def test_an_undamaged_sharded_checkpoint_is_read(sharded):
     assert {name: header.shape for name, header in read_headers(sharded).items()} == {"t1": (1, 3), "t2": (2, 3)}
 
 
@@ -90,14 +91,14 @@ def test_a_whole_checkpoint_is_read(sharded):
         ({"weight_map": {"t1": ""}}, "no file of this folder"),
     ],
 )
-def test_an_index_that_is_none(content, says, sharded):
+def test_an_invalid_index_of_shards_is_refused_by_name(content, says, sharded):
     index(sharded, content)
     for call in (shard_paths, read_headers):
         line = refusal(call, sharded)
         assert str(sharded / INDEX) in line and says in line
 
 
-def test_an_index_and_shards_that_do_not_belong_together(sharded):
+def test_an_index_that_does_not_match_its_shards_is_refused(sharded):
     names = {"t1": "part1.safetensors", "t2": "part2.safetensors"}
     index(sharded, {"weight_map": names | {"t3": "part2.safetensors"}})
     assert "puts t3 into part2.safetensors, but no file has it" in refusal(read_headers, sharded)
@@ -134,7 +135,7 @@ def test_a_whole_file_beside_a_stale_index_is_read_alone_as_transformers_reads_i
         ([], "no complete safetensors checkpoint"),
     ],
 )
-def test_a_folder_of_other_weights_says_which_and_what_to_do(names, says, tmp_path):
+def test_a_folder_with_weights_in_another_format_is_refused_with_what_to_do(names, says, tmp_path):
     for name in names:
         (tmp_path / name).write_text("{}")
     line = refusal(read_headers, tmp_path)
@@ -143,7 +144,7 @@ def test_a_folder_of_other_weights_says_which_and_what_to_do(names, says, tmp_pa
     assert says in line or "wants a Hugging Face folder" in line
 
 
-def test_an_adapter_beside_the_weights_is_not_left_out_silently(target):
+def test_an_adapter_beside_the_weights_is_refused(target):
     (target / "adapter_config.json").write_text("{}")
     assert "merge_and_unload" in refusal(read, target)
 
@@ -181,12 +182,12 @@ QUANTIZED = {"_type": "Int4Tensor", "_data": {}, "_tensor_data_names": ["qdata"]
         ),
     ],
 )
-def test_garbled_metadata_of_quantized_weights(metadata, tmp_path):
+def test_garbled_metadata_of_quantized_weights_is_refused(metadata, tmp_path):
     file = with_metadata(tmp_path, **metadata)
     assert str(file) in refusal(read_headers, tmp_path)
 
 
-def test_quantized_weights_are_read_and_missing_parts_named(tmp_path):
+def test_quantized_weights_are_read_and_missing_parts_are_named(tmp_path):
     described = {"tensor_names": '["layer.weight"]', "layer.weight": json.dumps(QUANTIZED)}
     with_metadata(tmp_path, **described)
     assert read_headers(tmp_path)["layer.weight"].quantized
@@ -199,7 +200,7 @@ def test_quantized_weights_are_read_and_missing_parts_named(tmp_path):
     "content",
     [b"", b"\0" * 8, struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 2) + b"[]", b"version https://git-lfs"],
 )
-def test_a_file_that_is_no_safetensors_file(content, tmp_path):
+def test_a_file_that_is_not_safetensors_is_refused(content, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
     assert "no safetensors file" in refusal(read_headers, tmp_path)
 
@@ -228,20 +229,20 @@ def test_a_file_larger_than_memory_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"[]", b"null", b"7", b'"x"', b"", b"{", b"\xff\xfe{}", b"[" * 50_000])
-def test_a_configuration_that_is_none(content, target):
+def test_an_invalid_config_json_is_refused_by_name(content, target):
     (target / "config.json").write_bytes(content)
     assert str(target / "config.json") in refusal(read, target)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "x", [], {}, True, 10**12])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_size_that_is_none_is_refused_by_name_with_its_value(size, value, target):
+def test_an_invalid_size_is_refused_by_name_with_its_value(size, value, target):
     file = change(target, **{size: value})
     line = refusal(read, target)
     assert f"{file}: {size} is {json.dumps(value)}" in line
 
 
-def test_sizes_within_a_multimodal_configuration_and_of_single_layers(target):
+def test_sizes_in_a_text_config_and_of_single_layers_are_checked(target):
     file = change(target, per_layer_config={"5": {"head_dim": -128, "num_key_value_heads": 1}})
     assert f"{file}: head_dim is -128" in refusal(read, target)
     config = json.loads(file.read_text())
@@ -250,13 +251,13 @@ def test_sizes_within_a_multimodal_configuration_and_of_single_layers(target):
 
 
 @pytest.mark.parametrize("heads", [{"num_key_value_heads": 3}, {"per_layer_config": {"5": {"num_key_value_heads": 3}}}])
-def test_heads_that_do_not_divide(heads, target):
+def test_attention_heads_that_are_no_multiple_of_kv_heads_are_refused(heads, target):
     change(target, **heads)
     line = refusal(read, target)
     assert "num_attention_heads 4 is no multiple of num_key_value_heads 3" in line
 
 
-def test_what_may_not_differ_between_layers(target):
+def test_a_sliding_window_that_differs_between_layers_is_refused(target):
     change(target, per_layer_config={"5": {"sliding_window": 32}})
     assert "sliding_window" in refusal(read, target)
 
@@ -277,13 +278,13 @@ def test_what_may_not_differ_between_layers(target):
         ({"eagle_config": 1, "draft_vocab_size": 32000}, "type --draft"),
     ],
 )
-def test_what_a_field_makes_impossible_is_named(fields, says, target):
+def test_a_field_that_makes_the_export_impossible_is_named(fields, says, target):
     file = change(target, **fields)
     line = refusal(read, target)
     assert says in line and (str(file) in line or str(target) in line)
 
 
-def test_a_draft_given_as_the_target_is_told_where_it_belongs(tmp_path):
+def test_a_draft_given_as_the_target_is_refused_with_the_flag_to_type(tmp_path):
     args = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--output-dir", tmp_path / "out", "--dry-run")
     code, line = fail_command(export_main, *args, "--checkpoint", TINY.draft)
     assert code == 1
@@ -295,7 +296,7 @@ def test_a_draft_given_as_the_target_is_told_where_it_belongs(tmp_path):
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("value", ["1", "</s>", 1.0, -1, True, {"id": 1}, [1, "2"], [[1]], [None], 2**31])
-def test_a_stop_token_that_is_no_id_is_refused_by_name(file, value, target):
+def test_a_stop_token_that_is_not_an_id_is_refused_by_name(file, value, target):
     config = read(target)
     (target / "generation_config.json").unlink()
     (target / file).write_text(json.dumps({"eos_token_id": value}))
@@ -305,7 +306,7 @@ def test_a_stop_token_that_is_no_id_is_refused_by_name(file, value, target):
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("value", [2048, [1, 5000]])
-def test_a_stop_token_behind_the_vocabulary_is_refused_with_both_numbers(file, value, target):
+def test_a_stop_token_beyond_the_vocabulary_is_refused_with_both_numbers(file, value, target):
     config = read(target)
     (target / "generation_config.json").unlink()
     (target / file).write_text(json.dumps({"eos_token_id": value}))
@@ -317,12 +318,12 @@ def test_a_stop_token_behind_the_vocabulary_is_refused_with_both_numbers(file, v
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "{", "7"])
-def test_a_generation_config_that_is_none(content, target):
+def test_an_invalid_generation_config_is_refused_by_name(content, target):
     (target / "generation_config.json").write_text(content)
     assert "generation_config.json" in refusal(special_ids, target, read(target))
 
 
-def test_special_ids_that_are_fine(target):
+def test_valid_stop_tokens_of_generation_config_are_read(target):
     config = read(target)
     for value, expected in ((3, (3,)), ([3, 4], (3, 4)), ([], ()), (None, (1,))):
         (target / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
@@ -333,7 +334,7 @@ def test_special_ids_that_are_fine(target):
 
 
 def spoiled(config: dict, rng: random.Random, count: int):
-    """Configurations with one field, at any depth, replaced or deleted: (path, value, configuration)."""
+    """Yield configurations with one field, at any depth, replaced or deleted: (path, value, configuration)."""
     values = [0, -1, 1.5, "x", None, [], {}, True, 10**12, ...]
     cases = [(path, value) for path in sorted(_paths(config)) for value in values]
     for path, value in rng.sample(cases, min(count, len(cases))):
@@ -359,7 +360,7 @@ def _paths(config: dict, above: tuple[str, ...] = ()):
     ("name", "which"),
     [("gemma4-31B", "target"), ("llama3.1-8B", "target"), ("qwen3-4B", "target"), ("llama3.1-8B", "draft")],
 )
-def test_no_spoiled_field_raises_what_nobody_foresaw(name, which, checkpoints, tmp_path):
+def test_no_spoiled_field_raises_an_error_that_is_not_ours(name, which, checkpoints, tmp_path):
     model, folder = checkpoints(name)
     folders = {
         "target": Path(shutil.copytree(folder, tmp_path / "target")),

@@ -1,4 +1,4 @@
-"""Checkpoints with experts are read as transformers reads them, whichever way they hold them, or refused by name."""
+"""Checkpoints with experts are read as transformers reads them, in each stored form, or refused by name."""
 
 import json
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def text_config(folder):
 
 
 def logits(plan) -> torch.Tensor:
-    """Return our target's logits over ``TOKENS``, in forwards as long as it takes."""
+    """Return our target's logits for ``TOKENS``, in forwards of the longest length that it supports."""
     target, found = eager_speculator(plan).target, []
     for positions in torch.arange(TOKENS.shape[1]).split(16):
         state, _ = target(TOKENS[:, positions], positions, ())
@@ -68,7 +68,7 @@ def qwen(tmp_path):
     return model, tmp_path / "target"
 
 
-def test_experts_that_are_stacked_on_disk_are_read_as_well(qwen):
+def test_stacked_experts_in_a_checkpoint_are_read(qwen):
     model, folder = qwen
     assert EXPERT in load_file(folder / "model.safetensors")  # one by one, as transformers saves them
     expected = logits(planned(folder, "qwen3-30B-A3B"))
@@ -90,7 +90,7 @@ def test_an_expert_of_another_shape_is_named(qwen):
         planned(qwen[1], "qwen3-30B-A3B")
 
 
-def test_an_expert_too_many_is_named(qwen):
+def test_an_extra_expert_is_named(qwen):
     extra = EXPERT.replace("experts.2", "experts.8")
     edited(qwen[1], lambda tensors: tensors.update({extra: tensors[EXPERT].clone()}))
     with pytest.raises(ValueError, match=f"has {extra}"):
@@ -120,7 +120,7 @@ def test_the_text_model_of_a_multimodal_llama_4_is_computed_as_transformers_does
     ("kind", "reason"),
     [(Step3p7Experts, "do not say how their weights lie"), (NemotronHExperts, "have no gate, or a norm of their own")],
 )
-def test_another_kind_of_experts_is_named(kind, reason):
+def test_an_unsupported_kind_of_experts_is_named(kind, reason):
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "moe_latent_size": None, "hidden_act": "silu"}
     sizes |= {"num_local_experts": 4, "n_routed_experts": 4, "mlp_hidden_act": "silu"}
     model = nn.ModuleDict({"experts": kind(SimpleNamespace(**sizes))})
@@ -128,7 +128,7 @@ def test_another_kind_of_experts_is_named(kind, reason):
         use_experts(model)
 
 
-def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
+def test_mxfp4_experts_are_dequantized_as_by_transformers(tmp_path):
     mxfp4_checkpoint(tmp_path / "target")
     plan = planned(tmp_path / "target", "gpt-oss-20b")
     expected = GptOssForCausalLM.from_pretrained(
@@ -142,7 +142,7 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
     torch.testing.assert_close(logits(plan), expected.float()(TOKENS).logits, atol=1e-3, rtol=1e-3)
 
 
-def test_blocks_without_their_scales_are_named(tmp_path):
+def test_mxfp4_blocks_without_scales_are_named(tmp_path):
     mxfp4_checkpoint(tmp_path / "target")
     edited(tmp_path / "target", lambda tensors: tensors.pop("model.layers.0.mlp.experts.down_proj_scales"))
     with pytest.raises(ValueError, match="but model.layers.0.mlp.experts.down_proj_scales is not there"):

@@ -1,4 +1,4 @@
-"""A GGUF file as the target's weights: read as gguf-py and transformers read it, or refused in a line."""
+"""A GGUF file as the target's weights is read as gguf-py and transformers read it, or refused in one line."""
 
 import shutil
 import struct
@@ -70,7 +70,7 @@ def reference(model):
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "BF16", "F16", "F32"])
-def test_every_kind_of_tensor_is_what_gguf_py_says(kind, tmp_path):
+def test_every_gguf_tensor_type_is_dequantized_as_by_gguf_py(kind, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "one.gguf", "gemma4")
     writer.add_uint32("gemma4.block_count", 1)
     if kind.endswith("_K"):
@@ -91,14 +91,14 @@ def test_every_kind_of_tensor_is_what_gguf_py_says(kind, tmp_path):
     assert torch.equal(value.float(), torch.from_numpy(gguf.dequantize(data, TYPES[kind])))
 
 
-def test_blocks_stay_memory_mapped(file, plan):
+def test_gguf_blocks_stay_memory_mapped(file, plan):
     codes = next(value for name, value in plan.target_source.tensors() if name.endswith("up_proj.weight")).raw
     maps = Path("/proc/self/maps").read_text().splitlines()
     spans = [[int(edge, 16) for edge in line.split()[0].split("-")] for line in maps if str(file) in line]
     assert any(start <= codes.data_ptr() < end for start, end in spans)
 
 
-def test_on_the_cpu_its_tokens_are_transformers_own(plan, reference):
+def test_on_the_cpu_a_gguf_target_gives_transformers_tokens(plan, reference):
     assert plan.checkpoint == TINY and plan.qlinear == "checkpoint"
     session = eager_session(plan, eager_speculator(plan, xnnpack.conversion(plan)))
     for prompt in ([2, 7, 11, 30, 512, 9], list(range(40, 140))):
@@ -108,7 +108,7 @@ def test_on_the_cpu_its_tokens_are_transformers_own(plan, reference):
         )
 
 
-def test_on_the_cpu_it_is_quantized_again_where_that_is_asked_for(file, reference):
+def test_on_the_cpu_a_gguf_target_is_quantized_again_on_request(file, reference):
     plan = planned(file, qlinear="8da8w")
     assert "dequantized to float32 as they load, then quantized again: 8da8w" in plan_text(plan)
     speculator = eager_speculator(plan, xnnpack.conversion(plan))
@@ -126,7 +126,7 @@ def test_on_the_cpu_it_is_quantized_again_where_that_is_asked_for(file, referenc
 ARCH = None if torch.cuda.is_available() else "sm_90"
 
 
-def test_for_cuda_its_weights_are_the_same_to_the_bit_and_verify_reads_each_once(file, reference):
+def test_on_cuda_gguf_weights_are_bit_equal_and_verify_reads_each_once(file, reference):
     flags = ExportConfig("gemma4-tiny", None, file, backend="cuda", cuda_arch=ARCH, config_folder=TINY)
     plan = make_plan(flags)
     cuda.check(plan)
@@ -144,7 +144,7 @@ def test_for_cuda_its_weights_are_the_same_to_the_bit_and_verify_reads_each_once
     assert check_linears(TARGET_VERIFY, program) == {"small_m": 42, "large_m": 0, "dequantize": 0}
 
 
-def test_for_cuda_a_kind_without_a_kernel_is_named_with_its_tensor(model, tmp_path):
+def test_on_cuda_a_gguf_type_without_a_kernel_is_named_with_its_tensor(model, tmp_path):
     file = gemma4_gguf(tmp_path / "q8.gguf", model, {"ffn_down.weight": "Q8_0", ".weight": "Q4_K"})
     flags = () if ARCH is None else ("--cuda-arch", ARCH)
     line = refused(tmp_path, file, "gemma4-tiny", "--backend", "cuda", *flags)
@@ -153,7 +153,7 @@ def test_for_cuda_a_kind_without_a_kernel_is_named_with_its_tensor(model, tmp_pa
     assert "quantized already: leave --qlinear default out" in line
 
 
-def test_a_split_file_is_read_whole(file, plan, tmp_path):
+def test_a_split_gguf_file_is_read_completely(file, plan, tmp_path):
     reader = gguf.GGUFReader(file)
     half = len(reader.tensors) // 2
     parts = [tmp_path / f"tiny-{part:05}-of-00002.gguf" for part in (1, 2)]
@@ -177,7 +177,7 @@ def test_a_split_file_is_read_whole(file, plan, tmp_path):
 
 
 def refused(tmp_path: Path, file: Path, *args, config: Path | None = TINY) -> str:
-    """The one line of an export that must not begin."""
+    """Return the one error line of an export that must not start."""
     folder = ("--config", config) if config else ()
     flags = ("--backend", "xnnpack", "--dry-run", "--output-dir", tmp_path / "out", "--target-model")
     code, line = fail_command(export_main, *flags, *(args or ("gemma4-tiny",)), "--checkpoint", file, *folder)
@@ -185,13 +185,13 @@ def refused(tmp_path: Path, file: Path, *args, config: Path | None = TINY) -> st
     return line
 
 
-def test_without_a_configuration_it_says_where_one_is_named(file, tmp_path):
+def test_a_gguf_file_without_a_config_is_refused_with_where_to_find_one(file, tmp_path):
     assert "tiny-Q4_K_M.gguf needs one and a tokenizer: type --config FOLDER" in refused(tmp_path, file, config=None)
     line = refused(tmp_path, TINY)
     assert "is for a GGUF file" in line and "leave it out" in line
 
 
-def test_a_configuration_beside_the_file_is_found(file):
+def test_a_config_beside_a_gguf_file_is_used(file):
     shutil.copy(TINY / "config.json", file.parent)
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, checkpoint=file, backend="xnnpack"))
     (file.parent / "config.json").unlink()
@@ -222,19 +222,19 @@ def test_a_configuration_beside_the_file_is_found(file):
         ({".split.count": 3}, "is one of 3 parts, but its name is not that of a part"),
     ],
 )
-def test_metadata_that_disagrees_with_the_configuration(fields, says, model, tmp_path):
+def test_gguf_metadata_that_disagrees_with_the_config_is_refused(fields, says, model, tmp_path):
     file = gemma4_gguf(tmp_path / "other.gguf", model, Q4_K_M, fields)
     assert says.format(config=TINY / "config.json") in refused(tmp_path, file)
 
 
-def test_another_rope_than_the_configurations(model, tmp_path):
+def test_a_gguf_rope_that_differs_from_the_config_is_refused(model, tmp_path):
     other = Gemma4ForCausalLM(type(model.config).from_dict(model.config.to_dict()))
     other.config.rope_parameters["full_attention"]["partial_rotary_factor"] = 0.5
     line = refused(tmp_path, gemma4_gguf(tmp_path / "other.gguf", other, Q4_K_M))
     assert "rope_freqs are not those of the proportional rope" in line
 
 
-def test_another_architecture_is_named_with_the_configurations(tmp_path):
+def test_a_gguf_architecture_other_than_the_configs_is_refused_with_both(tmp_path):
     from gguf_files import write_gguf
 
     file = write_gguf(tmp_path / "llama.gguf", "llama", {"block_count": 6}, {})
@@ -244,7 +244,7 @@ def test_another_architecture_is_named_with_the_configurations(tmp_path):
     assert "general.architecture is rwkv7, but only gemma4, " in refused(tmp_path, file)
 
 
-def test_a_kind_of_block_that_is_not_read_is_named_with_its_tensor(file, tmp_path):
+def test_an_unsupported_gguf_type_is_named_with_its_tensor(file, tmp_path):
     reader, out = gguf.GGUFReader(file), tmp_path / "iq.gguf"
     tensor = next(tensor for tensor in reader.tensors if tensor.name == "blk.2.ffn_up.weight")
     data = bytearray(file.read_bytes())
@@ -266,13 +266,13 @@ def test_a_kind_of_block_that_is_not_read_is_named_with_its_tensor(file, tmp_pat
         (lambda data: data[:4] + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     ],
 )
-def test_a_damaged_file(damage, says, file, tmp_path):
+def test_a_damaged_gguf_file_is_refused_in_one_line(damage, says, file, tmp_path):
     (tmp_path / "bad.gguf").write_bytes(damage(file.read_bytes()))
     line = refused(tmp_path, tmp_path / "bad.gguf")
     assert says in line and str(tmp_path / "bad.gguf") in line
 
 
-def test_a_scale_that_is_no_number_is_found(file, tmp_path):
+def test_a_nan_scale_in_a_gguf_file_is_found(file, tmp_path):
     bad = Path(shutil.copy(file, tmp_path))
     tensor = next(tensor for tensor in gguf.GGUFReader(bad).tensors if tensor.name == "blk.1.attn_v.weight")
     for block, wrong in ((0, b"\x00\x7c"), (3, b"\x00\x7e")):  # infinity, NaN in a Q6_K block's scale

@@ -1,4 +1,4 @@
-"""GGUF files of the families that transformers' own code runs: the weights are those that its own loader reads."""
+"""GGUF files of the families that transformers' own code runs give the weights of transformers' own loader."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ FAMILIES = {
 
 
 def made(target: str, folder: Path):
-    """A random model of ``target``'s family, its folder, its file and a draft head for it."""
+    """Return a random model of ``target``'s family, its folder, its GGUF file and a draft head for it."""
     if target == "auto":
         torch.manual_seed(7)
         config = Qwen2Config(vocab_size=96, num_attention_heads=4, num_key_value_heads=2, **SIZE)
@@ -48,7 +48,7 @@ def made(target: str, folder: Path):
 
 
 @pytest.mark.parametrize("target", FAMILIES)
-def test_weights_are_those_that_transformers_reads_from_the_file(target, tmp_path):
+def test_gguf_weights_equal_those_that_transformers_reads(target, tmp_path):
     model, file, draft = made(target, tmp_path)
     plan = make_plan(ExportConfig(target, None, file, draft, backend="xnnpack", max_seq_len=64))
     loaded = load_speculator(
@@ -69,7 +69,7 @@ def test_weights_are_those_that_transformers_reads_from_the_file(target, tmp_pat
             assert torch.equal(loaded[name], as_read(value, kinds[name])), name
 
 
-def test_rows_of_blocks_are_put_in_transformers_order_without_a_rounding(tmp_path):
+def test_gguf_rows_are_reordered_as_in_transformers_without_rounding(tmp_path):
     model, file, _ = made("llama3.1-8B", tmp_path)
     tensors = dict(GGUFFile(file).tensors())
     for name, kind in (("q", "Q4_K"), ("k", "Q5_K")):
@@ -87,7 +87,7 @@ def test_an_architecture_and_a_configuration_of_two_families_are_both_named(tmp_
     assert code == 1 and "is qwen3 (for qwen3)" in line and "is a llama" in line
 
 
-def test_a_head_that_is_neither_in_the_file_nor_the_embedding_is_missed(tmp_path):
+def test_a_gguf_file_without_an_untied_lm_head_is_refused(tmp_path):
     model, _, draft = made("llama3.1-8B", tmp_path)
     model.config.tie_word_embeddings = True  # so that the file has no output.weight; config.json says otherwise
     file = transformers_gguf(tmp_path / "tied.gguf", model, "llama", KINDS)
@@ -95,7 +95,7 @@ def test_a_head_that_is_neither_in_the_file_nor_the_embedding_is_missed(tmp_path
         make_plan(ExportConfig("llama3.1-8B", None, file, draft, backend="xnnpack", max_seq_len=64))
 
 
-def test_rope_factors_of_llama_3_are_those_of_the_configuration(tmp_path):
+def test_llama_3_rope_factors_in_a_gguf_file_must_equal_the_config(tmp_path):
     model, _, draft = made("llama3.1-8B", tmp_path)
     rotary = model.model.rotary_emb
     plain = 10000.0 ** -(torch.arange(32) / 32)

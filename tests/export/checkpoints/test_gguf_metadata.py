@@ -1,4 +1,4 @@
-"""A GGUF file's metadata against config.json: every key is compared, or refused with its value."""
+"""Every key of a GGUF file's metadata is compared with config.json, or refused with its value."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,8 @@ YARN_FILE = {
 
 
 def planned(target: str, folder: Path, fields=None, changes=None, rope_freqs=None, rows=None, **model):
-    """A plan for a random model of a family: ``fields`` change the file's metadata, ``changes`` config.json."""
+    """Return a plan for a random model of a family; ``fields`` change the file's metadata, ``changes`` its
+    config.json."""
     made = random_model(target, **model)
     file = transformers_gguf(folder / "m.gguf", made, ARCHITECTURES[target], {}, rope_freqs, fields, rows)
     made.config.save_pretrained(folder)
@@ -57,7 +58,7 @@ def refusal(target: str, folder: Path, *args, **kwargs) -> str:
         ("gemma3-27B", {"attention.sliding_window_pattern": 6, "attention.shared_kv_layers": 0}),
     ],
 )
-def test_a_file_that_agrees_is_taken(target, fields, tmp_path):
+def test_gguf_metadata_that_agrees_with_the_config_is_accepted(target, fields, tmp_path):
     made, plan = planned(target, tmp_path, fields)
     assert plan.target_config.to_diff_dict().items() >= made.config.to_diff_dict().items()
     assert plan.target_source.files() == [tmp_path / "m.gguf"]
@@ -99,7 +100,7 @@ def test_a_file_that_agrees_is_taken(target, fields, tmp_path):
         ("mistral-7B", {".tokenizer.ggml.eos_token_id": 7}, "eos_token_id is 7, but {folder} implies 2 (eos_token_id)"),
     ],
 )
-def test_a_file_that_disagrees_is_refused_with_both_values(target, fields, says, tmp_path):
+def test_gguf_metadata_that_disagrees_with_the_config_is_refused_with_both_values(target, fields, says, tmp_path):
     if says is None:  # what llama.cpp takes without the key is what config.json has
         planned(target, tmp_path, fields)
         return
@@ -123,7 +124,7 @@ def test_a_file_that_disagrees_is_refused_with_both_values(target, fields, says,
         (YARN | {"beta_fast": 16.0}, YARN_FILE | {"rope.scaling.yarn_beta_fast": 16.0}, None),
     ],
 )
-def test_a_scaled_rope_is_on_both_sides_and_the_same(rope, fields, says, tmp_path):
+def test_a_scaled_rope_must_be_equal_in_the_gguf_file_and_the_config(rope, fields, says, tmp_path):
     changes = {"rope_parameters": rope}
     if says is None:
         planned("qwen3-4B", tmp_path, fields, changes)
@@ -131,7 +132,7 @@ def test_a_scaled_rope_is_on_both_sides_and_the_same(rope, fields, says, tmp_pat
     assert says.format(config=tmp_path / "config.json") in refusal("qwen3-4B", tmp_path, fields, changes)
 
 
-def test_rope_factors_on_one_side_alone_are_refused(tmp_path):
+def test_rope_factors_in_only_one_of_gguf_file_and_config_are_refused(tmp_path):
     line = refusal("qwen3-4B", tmp_path, rope_freqs=torch.linspace(1, 8, 8))
     assert "its rope_freqs are not those of the default rope" in line
     llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -140,7 +141,7 @@ def test_rope_factors_on_one_side_alone_are_refused(tmp_path):
     assert "has no rope_freqs, but" in line and "of the llama3 rope" in line
 
 
-def test_a_softcap_in_the_configuration_alone_is_refused(tmp_path):
+def test_a_softcap_only_in_the_config_is_refused(tmp_path):
     line = refusal("gemma3-27B", tmp_path, changes={"final_logit_softcapping": 30.0})
     assert "final_logit_softcapping is 0, but" in line and "implies 30" in line
 
@@ -157,8 +158,8 @@ def tokenizer(folder: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_an_embedding_without_its_padding_is_the_vocabulary(listed, tmp_path):
-    """llama.cpp's converter cuts the rows of a Gemma 3 behind the tokenizer's last token."""
+def test_a_gguf_embedding_without_padding_rows_is_accepted(listed, tmp_path):
+    """llama.cpp's converter removes the rows of a Gemma 3 after the tokenizer's last token."""
     fields = {"vocab_size": None} | ({".tokenizer.ggml.tokens": TOKENS} if listed else {})
     tokenizer(tmp_path, 88)
     heads = {"changes": {}}
@@ -191,14 +192,14 @@ def test_an_embedding_without_its_padding_is_the_vocabulary(listed, tmp_path):
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_an_embedding_without_rows_that_tokens_have_is_refused(listed, tmp_path):
+def test_a_gguf_embedding_without_rows_of_tokens_is_refused(listed, tmp_path):
     tokenizer(tmp_path, 92)
     fields = {"vocab_size": None} | ({".tokenizer.ggml.tokens": [*TOKENS, "a", "b"]} if listed else {})
     line = refusal("gemma3-27B", tmp_path, fields, rows=88)
     assert f"its embedding has 88 rows, but the tokenizer has {90 if listed else 92} tokens" in line
 
 
-def test_another_familys_embedding_is_never_cut(tmp_path):
+def test_a_short_gguf_embedding_of_another_family_is_refused(tmp_path):
     line = refusal("qwen3-4B", tmp_path, {"vocab_size": None}, rows=88)
     assert "embed_tokens.weight is [88, 64], but config.json implies [96, 64]" in line
 
@@ -221,7 +222,7 @@ def test_another_familys_embedding_is_never_cut(tmp_path):
         (None, {}, None),
     ],
 )
-def test_which_chat_template_is_used_is_said_where_there_are_two(own, files, says, tmp_path):
+def test_the_chosen_chat_template_is_reported_if_there_are_two(own, files, says, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     _, plan = planned("qwen3-4B", tmp_path, {".tokenizer.chat_template": own} if own else {})
@@ -230,7 +231,7 @@ def test_which_chat_template_is_used_is_said_where_there_are_two(own, files, say
     assert says is None or (says.format(folder=tmp_path) in told[0] and "m.gguf" in told[0])
 
 
-def test_norms_of_sixteen_bits_lose_nothing_when_they_are_shifted_back(tmp_path):
+def test_16_bit_norms_of_a_gguf_file_are_shifted_back_without_loss(tmp_path):
     norm = torch.tensor([1 + 2**-7, 2.0, 0.25]).bfloat16()
     fields = {"block_count": 1, "context_length": 8}
     file = write_gguf(tmp_path / "m.gguf", "gemma3", fields, {"blk.0.attn_norm.weight": (norm, "BF16")})

@@ -1,4 +1,4 @@
-"""Checkpoints that other tools quantized: their codes, scales and zero points, taken over as they are."""
+"""Checkpoints that other tools quantized keep their codes, scales and zero points in an export."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ CASES = sorted({str(path.parent.relative_to(GOLDEN)) for path in GOLDEN.glob("*/
 
 
 def golden(case: str) -> tuple[TorchAOBaseTensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Our weight, the tool's own dense one, and the parts that it packed."""
+    """Return our weight, the tool's own dense weight, and the parts that the tool packed."""
     source = open_source(GOLDEN / case)
     ((name, weight),) = source.tensors()
     expected = load_file(GOLDEN / case / "dense.safetensors")
@@ -45,12 +45,12 @@ def golden(case: str) -> tuple[TorchAOBaseTensor, torch.Tensor, dict[str, torch.
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_dense_weights_are_those_of_the_tool_that_packed_them(case):
+def test_dequantized_weights_equal_those_of_the_tool_that_packed_them(case):
     weight, expected, _ = golden(case)
     assert torch.equal(dequantize_weight(weight, torch.float32).to(expected.dtype), expected)
 
 
-def test_columns_in_the_order_of_activations_are_sorted_by_groups():
+def test_columns_with_desc_act_are_sorted_by_groups():
     source = open_source(GOLDEN / SCATTERED)
     (name, order), (_, weight) = source.tensors()
     assert name == "model.proj.input_order" and sorted(order.tolist()) == list(range(256)) != order.tolist()
@@ -60,7 +60,7 @@ def test_columns_in_the_order_of_activations_are_sorted_by_groups():
 
 
 def codes_of(weight: TorchAOBaseTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [N, K], scales and zero points [N, groups], unsigned."""
+    """Return unsigned codes [N, K], and scales and zero points [N, groups]."""
     if weight.qdata.dtype == torch.int8:
         return weight.qdata.long() + 128, weight.scale, weight.zero_point.long() + 128
     codes = torch.stack((weight.qdata & 15, weight.qdata >> 4), -1).flatten(1)
@@ -73,7 +73,7 @@ def format_of(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_tests_pack_as_the_tool_does(case):
+def test_the_packing_of_these_tests_equals_the_tools(case):
     weight, _, parts = golden(case)
     codes, scale, zero = codes_of(weight)
     bits = 8 if weight.qdata.dtype == torch.int8 else 4
@@ -103,7 +103,7 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize(("name", "bits", "group", "symmetric"), SCHEMES)
-def test_on_the_cpu_tokens_are_transformers_with_the_dequantized_weights(name, bits, group, symmetric, tmp_path):
+def test_on_the_cpu_packed_checkpoints_give_transformers_tokens(name, bits, group, symmetric, tmp_path):
     model = save_packed(tmp_path / "target", name, bits, group, symmetric, **WIDE)
     plan = planned(tmp_path, model, "xnnpack")
     preflight(plan, Progress())

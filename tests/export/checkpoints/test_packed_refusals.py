@@ -1,4 +1,5 @@
-"""Packed checkpoints that are damaged, inconsistent or of another kind: one line that says what and what to do."""
+"""Packed checkpoints that are damaged, inconsistent or unsupported are refused in one line with the fault and what to
+do."""
 
 import re
 import shutil
@@ -23,7 +24,7 @@ from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """Format to the folder of an asymmetric checkpoint of 4 bits and its model."""
+    """A function that maps a format to the folder of an asymmetric 4-bit checkpoint and its model."""
     made = {}
 
     def make(name: str):
@@ -36,7 +37,7 @@ def packed(tmp_path_factory):
 
 
 def refusal(packed, tmp_path, name="compressed-tensors", change=lambda tensors: None, **fields) -> str:
-    """The line for a copy whose tensors and config.json's fields are changed."""
+    """Return the error line for a copy with changed tensors and changed fields of config.json."""
     folder, model = packed(name)
     shutil.copytree(folder / "target", tmp_path / "target")
     tensors = load_file(tmp_path / "target" / "model.safetensors")
@@ -100,7 +101,7 @@ def with_part(part: str, value):
         (with_part("k_scale", torch.ones(1)), "k_scale, which a model of its config.json has no place for"),
     ],
 )
-def test_parts_that_do_not_go_together_are_named(packed, tmp_path, change, says):
+def test_packed_parts_that_do_not_match_are_named(packed, tmp_path, change, says):
     assert is_in(says, refusal(packed, tmp_path, change=change))
 
 
@@ -122,7 +123,7 @@ def test_parts_that_do_not_go_together_are_named(packed, tmp_path, change, says)
         ("gptq", with_part("g_idx", torch.full((512,), 2**30).int()), "puts 0 columns into group 0"),
     ],
 )
-def test_parts_by_gptq_and_awq_likewise(packed, tmp_path, name, change, says):
+def test_gptq_and_awq_parts_that_do_not_match_are_named(packed, tmp_path, name, change, says):
     assert is_in(says, refusal(packed, tmp_path, name, change))
 
 
@@ -162,7 +163,7 @@ def scheme(**weights):
         ),
     ],
 )
-def test_schemes_that_are_not_computed_are_refused_by_name(packed, tmp_path, stored, says):
+def test_unsupported_quantization_schemes_are_refused_by_name(packed, tmp_path, stored, says):
     assert is_in(says, refusal(packed, tmp_path, quantization_config=stored))
 
 
@@ -187,14 +188,14 @@ def test_schemes_that_are_not_computed_are_refused_by_name(packed, tmp_path, sto
         (awq_config(4, 64, False) | {"version": "gemv_fast"}, "the version gemv_fast, but only gemm"),
     ],
 )
-def test_schemes_of_gptq_and_awq_likewise(packed, tmp_path, stored, says):
+def test_unsupported_gptq_and_awq_schemes_are_refused_by_name(packed, tmp_path, stored, says):
     assert is_in(
         says,
         refusal(packed, tmp_path, stored["quant_method"].replace("auto-round", "gptq"), quantization_config=stored),
     )
 
 
-def test_linears_that_gptqmodel_stores_otherwise_are_what_their_parts_say(packed, tmp_path):
+def test_linears_with_other_bits_by_gptqmodel_are_read_from_their_parts(packed, tmp_path):
     """GPTQModel's ``dynamic`` gives single linears other bits and groups."""
     folder, _ = packed("gptq")
     shutil.copytree(folder / "target", tmp_path / "target")
@@ -202,7 +203,7 @@ def test_linears_that_gptqmodel_stores_otherwise_are_what_their_parts_say(packed
     assert open_source(tmp_path / "target").headers() == open_source(folder / "target").headers()
 
 
-def test_groups_are_found_by_name_then_pattern_then_class(packed, tmp_path):
+def test_config_groups_are_matched_by_name_then_pattern_then_class(packed, tmp_path):
     stored = scheme(num_bits=8)
     right = scheme()["config_groups"]["group_0"]
     stored["config_groups"] |= {"of_mlp": right | {"targets": ["re:.*mlp.*", DOWN]}}
@@ -214,7 +215,7 @@ def test_groups_are_found_by_name_then_pattern_then_class(packed, tmp_path):
     assert "no group of quantization_config is for it" in refusal(packed, tmp_path, quantization_config=stored)
 
 
-def test_what_cuda_has_no_layout_for_is_refused_before_weights_load(tmp_path):
+def test_packed_weights_without_a_cuda_layout_are_refused_before_loading(tmp_path):
     model = save_packed(tmp_path / "target", "compressed-tensors", 4, 16, True, **WIDE)
     line = "proj.weight has scales for groups of 16 columns, but the kernels take 32, 64, 128"
     with pytest.raises(ValueError, match=line):

@@ -1,4 +1,5 @@
-"""pytorch_model.bin: however a tensor was pickled, it is what a safetensors file with the same values would give."""
+"""A tensor in pytorch_model.bin, however it was pickled, is read like one in a safetensors file with the same
+values."""
 
 import shutil
 from dataclasses import replace
@@ -23,12 +24,12 @@ from eagle3.export.planning.tensors import check_draft
 
 
 def every_other(value: Tensor) -> Tensor:
-    """The same numbers with others between them."""
+    """Return the same numbers as a view with other numbers between them."""
     return torch.stack((value, torch.zeros_like(value)), -1)[..., 0]
 
 
 def behind_another(value: Tensor) -> Tensor:
-    """The same numbers, contiguous, in a storage that begins with others."""
+    """Return the same numbers, contiguous, in a storage that begins with other numbers."""
     return torch.cat((torch.zeros_like(value).flatten(), value.flatten()))[value.numel() :].view(value.shape)
 
 
@@ -67,7 +68,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", PICKLED)
-def test_tensors_are_those_of_a_safetensors_file(kind, dtype, tmp_path):
+def test_pickled_tensors_equal_those_of_a_safetensors_file(kind, dtype, tmp_path):
     values = converted({"weight": torch.randn(6, 8), "bias": torch.randn(6), "one": torch.tensor(2.5)}, dtype)
     values |= {"ids": torch.arange(5), "is_there": torch.tensor([True, False])}
     save_file(values, tmp_path / "model.safetensors")
@@ -84,7 +85,7 @@ def test_tensors_are_those_of_a_safetensors_file(kind, dtype, tmp_path):
 
 
 def loaded(folder: Path, draft: Path, qlinear: str) -> tuple[dict[str, Tensor], Tensor]:
-    """The weights of the model that an export to the CPU makes of ``folder``, and logits [12, vocab_size]."""
+    """Return the weights of the model that an export to the CPU makes from ``folder``, and logits [12, vocab_size]."""
     flags = {"backend": "xnnpack", "max_seq_len": 64, "qlinear": qlinear, "aux_layers": (1, 2, 4)}
     plan = make_plan(ExportConfig("auto", None, folder, draft, **flags))
     speculator = eager_speculator(plan, xnnpack.conversion(plan))
@@ -102,7 +103,7 @@ def loaded(folder: Path, draft: Path, qlinear: str) -> tuple[dict[str, Tensor], 
         ("behind another", torch.float16, "8da8w"),
     ],
 )
-def test_a_target_and_a_head_compute_what_safetensors_give(kind, dtype, qlinear, checkpoints, tmp_path):
+def test_a_pickled_target_and_head_give_the_numbers_of_safetensors(kind, dtype, qlinear, checkpoints, tmp_path):
     _, whole = checkpoints("qwen3-4B")
     state = converted(dict(open_source(whole).tensors()), dtype)
     draft = converted(random_head(), dtype)
@@ -126,7 +127,7 @@ def test_a_target_and_a_head_compute_what_safetensors_give(kind, dtype, qlinear,
         assert same(found[name], value), name
 
 
-def test_tensors_of_one_storage_are_each_themselves(tmp_path):
+def test_pickled_tensors_that_share_a_storage_are_read_separately(tmp_path):
     table = torch.randn(8, 4)
     views = {"all": table, "again": table, "rows": table[2:4], "part": table[:, 1:3]}
     torch.save(views, tmp_path / "pytorch_model.bin")
@@ -148,7 +149,7 @@ def torchao_weights(config) -> dict[str, Tensor]:
     return {name: nn.Parameter(value, requires_grad=False) for name, value in model.state_dict().items()}
 
 
-def test_weights_that_torchao_quantized_are_named_as_such(tmp_path):
+def test_pickled_weights_quantized_by_torchao_are_named_as_such(tmp_path):
     for config, kind in (
         (IntxWeightOnlyConfig(torch.int8, PerGroup(32)), "IntxUnpackedToInt8Tensor"),
         (Float8WeightOnlyConfig(), "Float8Tensor"),
@@ -163,7 +164,7 @@ def test_weights_that_torchao_quantized_are_named_as_such(tmp_path):
         assert same(value, weights[name].detach()) and not isinstance(value, nn.Parameter)
 
 
-def test_a_quantized_weight_that_is_not_read_is_refused_by_its_class(checkpoints, tmp_path):
+def test_an_unsupported_pickled_quantized_weight_is_refused_by_its_class(checkpoints, tmp_path):
     _, whole = checkpoints("qwen3-4B")
     shutil.copy(whole / "config.json", tmp_path)
     state = dict(open_source(whole).tensors())
@@ -186,10 +187,10 @@ def test_a_quantized_weight_that_is_not_read_is_refused_by_its_class(checkpoints
 
 
 class Marked(Tensor):
-    """A subclass of its own, as a training framework may have."""
+    """A tensor subclass, as a training framework may have."""
 
 
-def test_a_tensor_of_a_class_of_its_own_is_refused_by_name(tmp_path):
+def test_a_pickled_tensor_subclass_is_refused_by_name(tmp_path):
     file = tmp_path / "pytorch_model.bin"
     torch.save({"fc.weight": torch.randn(4, 4).as_subclass(Marked)}, file)
     with pytest.raises(ValueError, match=r"more than tensors.*Marked"):

@@ -1,4 +1,4 @@
-"""A checkpoint that ExecuTorch's ``quantize_and_save`` wrote loads as it is."""
+"""A checkpoint written by ExecuTorch's ``quantize_and_save`` loads without another quantization."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ TINY = TARGETS["gemma4-tiny"]
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory) -> Path:
-    """gemma4-tiny's target, quantized and written as ExecuTorch's script does."""
+    """The folder of gemma4-tiny's target, quantized and written as by ExecuTorch's script."""
     folder = tmp_path_factory.mktemp("quantized")
     tied = {"embed_tokens.weight": ("lm_head.weight", True)}
     pairs = iter_checkpoint(str(TINY.checkpoint), key_map=_hf_to_model_key, convert=identity, tie_map=tied)
@@ -54,7 +54,7 @@ def prepared(checkpoint: Path | None):
     return plan, speculator
 
 
-def test_its_weights_are_those_that_quantizing_at_export_makes(quantized):
+def test_a_quantized_checkpoint_has_the_weights_of_quantizing_at_export(quantized):
     plan, loaded = prepared(quantized)
     here, made = prepared(None)
     assert (plan.qlinear, here.qlinear) == ("checkpoint", "default")
@@ -67,7 +67,7 @@ def test_its_weights_are_those_that_quantizing_at_export_makes(quantized):
             assert torch.equal(a, b), name
 
 
-def test_its_weights_stay_memory_mapped(quantized):
+def test_the_weights_of_a_quantized_checkpoint_stay_memory_mapped(quantized):
     _, speculator = prepared(quantized)
     codes = speculator.target.model.layers[0].mlp.up_proj.weight.qdata
     maps = Path("/proc/self/maps").read_text().splitlines()
@@ -75,7 +75,7 @@ def test_its_weights_stay_memory_mapped(quantized):
     assert any(start <= codes.data_ptr() < end for start, end in spans)
 
 
-def test_headers_give_each_weight_its_own_shape_and_size(quantized):
+def test_headers_of_a_quantized_checkpoint_give_each_weights_shape_and_size(quantized):
     headers = read_headers(quantized)
     head = headers["lm_head.weight"]
     assert (head.shape, head.dtype, head.quantized) == ((2048, 256), "Int4Tensor", True)
@@ -94,12 +94,12 @@ def fails(tmp_path, *args) -> str:
 CUDA = () if torch.cuda.is_available() else ("--cuda-arch", "sm_90")
 
 
-def test_it_is_not_quantized_twice(quantized, tmp_path):
+def test_a_quantized_checkpoint_is_not_quantized_twice(quantized, tmp_path):
     line = fails(tmp_path, "--checkpoint", quantized, "--qlinear", "default", *CUDA)
     assert "quantized already: leave --qlinear default out" in line
 
 
-def test_the_cpu_dequantizes_it_exactly(quantized):
+def test_the_cpu_dequantizes_a_quantized_checkpoint_exactly(quantized):
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, checkpoint=quantized, backend="xnnpack"))
     assert "dequantized to float32 as they load" in plan_text(plan)
     assert "then the embedding is quantized" not in plan_text(plan)
@@ -113,7 +113,7 @@ def test_the_cpu_dequantizes_it_exactly(quantized):
         assert torch.equal(found[name], dequantize_weight(value, torch.float32)), name
 
 
-def test_a_missing_part_is_named(quantized, tmp_path):
+def test_a_missing_part_of_a_quantized_weight_is_named(quantized, tmp_path):
     from safetensors import safe_open
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""A model that is not supported is refused in one line, which names the file, the model, the fact and what to type."""
+"""An unsupported model is refused in one line with the file, the model, the reason and what to type."""
 
 import pytest
 import torch
@@ -25,29 +25,29 @@ def refusal(config, folder) -> str:
 
 
 @pytest.mark.parametrize("model_type", NO_DECODER)
-def test_a_model_that_is_built_otherwise(model_type, tmp_path):
+def test_a_model_with_another_structure_is_refused(model_type, tmp_path):
     line = refusal(CONFIG_MAPPING[model_type](), tmp_path)
     assert f"({model_type})" in line and " has no " in line and "--list-targets" in line
 
 
 @pytest.mark.parametrize("model_type", OTHER_LAYERS)
-def test_a_kind_of_layer_that_is_not_supported(model_type, tmp_path):
+def test_an_unsupported_kind_of_layer_is_refused(model_type, tmp_path):
     line = refusal(CONFIG_MAPPING[model_type](), tmp_path)
     assert f"({model_type})" in line and f"layer_types has {OTHER_LAYERS[model_type]}" in line and "--list-t" in line
 
 
-def test_a_multimodal_model_whose_head_is_in_another_place(tmp_path):
+def test_a_multimodal_model_with_its_lm_head_in_another_place_is_refused(tmp_path):
     assert "Florence2ForConditionalGeneration has no" in refusal(CONFIG_MAPPING["florence2"](), tmp_path)
 
 
-def test_a_class_that_writes_no_text(tmp_path):
+def test_a_class_that_does_not_generate_text_is_refused(tmp_path):
     config = CONFIG_MAPPING["vit"]()
     line = refusal(config, tmp_path)
     assert "model_type vit" in line or "has no" in line
 
 
-def test_a_mask_that_a_layer_makes_itself(tmp_path):
-    """Ours would leave it out: Doge weighs the positions that it attends to."""
+def test_a_layer_that_computes_its_own_mask_is_refused(tmp_path):
+    """Doge computes a mask that weighs the positions; our attention would leave it out."""
     fields = SIZE | {"hidden_size": 64, "num_attention_heads": 4}
     assert "attention_mask" in refusal(CONFIG_MAPPING["doge"](**fields), tmp_path)
     module = torch.nn.Module()

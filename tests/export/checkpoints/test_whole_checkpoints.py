@@ -1,5 +1,5 @@
-"""Checkpoints as they are published: heads tied to embeddings of any name, layers that predict further tokens, parts of
-a multimodal model beside its text model. What transformers reads of them is read, and nothing else goes unread."""
+"""Published checkpoints are read as transformers reads them: with heads tied to embeddings of any name, MTP layers, and
+parts of a multimodal model beside its text model. Only tensors that transformers ignores are ignored."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1
 
 
 def around(model_type: str, **text) -> dict:
-    """Fields of a text model within a multimodal configuration, without a word of the head."""
+    """Return the fields of a text model within a multimodal configuration that does not mention the lm_head."""
     fields = transformers.CONFIG_MAPPING[model_type](**text).to_dict()
     del fields["tie_word_embeddings"]
     return fields
@@ -55,7 +55,7 @@ CONFIGS = {
 
 
 def saved(name: str, folder: Path, **changes):
-    """A random model, whose folder is as ``save_pretrained`` writes it, with a draft head within."""
+    """Return a random model. Its folder is written by ``save_pretrained`` and contains a draft head."""
     torch.manual_seed(3)
     config = CONFIGS[name]()
     for key, value in changes.items():
@@ -82,7 +82,7 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
 
 
 def change(folder: Path, tensors: dict[str, Tensor | None]) -> None:
-    """Add tensors to a checkpoint; None takes one out."""
+    """Add tensors to a checkpoint; None removes one."""
     file = folder / "model.safetensors"
     every = load_file(file) | tensors
     save_file({name: value for name, value in every.items() if value is not None}, file, {"format": "pt"})
@@ -90,7 +90,7 @@ def change(folder: Path, tensors: dict[str, Tensor | None]) -> None:
 
 # Idefics 3 is refused by the twin: its image tower reads its own values while it is made on the meta device.
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "idefics3"])
-def test_its_tokens_are_transformers_own(name, tmp_path):
+def test_a_published_checkpoints_tokens_equal_transformers(name, tmp_path):
     model = saved(name, tmp_path)
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (name not in ("mistral3", "internvl"))
     plan = planned(tmp_path)
@@ -101,7 +101,8 @@ def test_its_tokens_are_transformers_own(name, tmp_path):
 
 
 def further_layer(folder: Path, layer: int, stem: str = "model.layers") -> dict[str, Tensor]:
-    """Tensors of an MTP layer as DeepSeek V3 and GLM-4.5 store it: the last layer's again, and four of its own."""
+    """Return the tensors of an MTP layer as DeepSeek V3 and GLM-4.5 store it: a copy of the last layer's, and four of
+    its own."""
     last = {name: value for name, value in load_file(folder / "model.safetensors").items() if ".layers.3." in name}
     made = {name.replace(".layers.3.", f".layers.{layer}."): value.clone() for name, value in last.items()}
     own = {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,), "shared_head.norm": (64,)}
@@ -110,7 +111,7 @@ def further_layer(folder: Path, layer: int, stem: str = "model.layers") -> dict[
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
-def test_a_layer_that_predicts_further_tokens_goes_unread(name, tmp_path):
+def test_an_mtp_layer_in_a_checkpoint_is_ignored(name, tmp_path):
     model = saved(name, tmp_path)
     before = planned(tmp_path)
     further = further_layer(tmp_path, 4)
@@ -124,7 +125,7 @@ def test_a_layer_that_predicts_further_tokens_goes_unread(name, tmp_path):
     assert complete(session, prompt, max_new_tokens=8, stop_ids=()).token_ids == greedy(model, prompt, 8)
 
 
-def test_the_layers_that_transformers_lists_for_a_class_go_unread(tmp_path):
+def test_layers_that_transformers_lists_as_ignored_are_ignored(tmp_path):
     saved("glm4_moe", tmp_path)
     change(tmp_path, {"model.layers.46.own.weight": torch.ones(2), "model.layers.92.own.weight": torch.ones(2)})
     planned(tmp_path)
@@ -133,7 +134,7 @@ def test_the_layers_that_transformers_lists_for_a_class_go_unread(tmp_path):
         planned(tmp_path)
 
 
-def test_what_transformers_lists_for_another_size_of_the_class_is_refused(tmp_path):
+def test_a_layer_listed_as_ignored_for_another_model_size_is_refused(tmp_path):
     """A class lists a layer for each published size: in the larger one the smaller one's is a layer like any other."""
     from eagle3.export.planning.unread import unread
     from eagle3.targets.decoder_layers import skeleton
@@ -144,7 +145,7 @@ def test_what_transformers_lists_for_another_size_of_the_class_is_refused(tmp_pa
     assert unread(names, names, skeleton(config, 16).model, config, tmp_path) == {"model.layers.92.own.weight"}
 
 
-def test_layers_that_the_configuration_leaves_out_are_refused(tmp_path):
+def test_layers_beyond_the_configured_number_are_refused(tmp_path):
     saved("glm4_moe", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}))
@@ -153,7 +154,7 @@ def test_layers_that_the_configuration_leaves_out_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mistral3", "idefics3"])
-def test_parts_beside_the_text_model_go_unread_and_nothing_else_does(name, tmp_path):
+def test_only_parts_beside_the_text_model_are_ignored(name, tmp_path):
     saved(name, tmp_path)
     plan = planned(tmp_path)
     beside = set(load_file(tmp_path / "model.safetensors")) - set(plan.target_headers)
@@ -168,7 +169,7 @@ def test_parts_beside_the_text_model_go_unread_and_nothing_else_does(name, tmp_p
 
 
 @pytest.mark.parametrize("name", ["mistral3", "internvl", "idefics3"])
-def test_a_head_is_missed_where_the_whole_configuration_ties_none(name, tmp_path):
+def test_a_missing_lm_head_is_reported_if_the_whole_configuration_ties_none(name, tmp_path):
     saved(name, tmp_path, tie_word_embeddings=False)
     change(tmp_path, {"lm_head.weight": None, "language_model.lm_head.weight": None})
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight, which its config\.json implies"):
@@ -185,7 +186,7 @@ OTHER_LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)
-def test_a_family_that_is_not_run_is_refused_for_that_and_not_for_its_tied_head(name, tmp_path):
+def test_an_unsupported_family_is_refused_as_such_and_not_for_its_tied_head(name, tmp_path):
     config = OTHER_LAYOUTS[name]()
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     save_random_draft(tmp_path / "draft", config, aux_layers=(0, 1, 2))
@@ -194,7 +195,7 @@ def test_a_family_that_is_not_run_is_refused_for_that_and_not_for_its_tied_head(
     assert "shard" not in str(refused.value)
 
 
-def test_a_window_of_zero_is_none_only_where_no_layer_uses_it(tmp_path):
+def test_a_window_of_zero_is_accepted_only_if_no_layer_uses_it(tmp_path):
     config = CONFIGS["qwen2_moe"]()
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["sliding_window"] == 0
@@ -227,14 +228,14 @@ def test_a_dynamic_rope_without_a_fixed_alpha_is_refused(rope, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bloom", "mamba", "rwkv"])
-def test_a_model_without_positions_or_heads_is_refused_in_a_line(name, tmp_path):
+def test_a_model_without_positions_or_attention_heads_is_refused_in_one_line(name, tmp_path):
     transformers.CONFIG_MAPPING[name]().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"json \({name}\) has no (max_position|num_attention)\w+, which every"):
         read_target_config(tmp_path, "auto")
 
 
 @pytest.mark.parametrize("usual", [True, False], ids=["beside the usual file", "alone"])
-def test_weights_of_another_name_that_transformers_would_read_are_refused(usual, tmp_path):
+def test_weight_files_of_another_name_that_transformers_would_read_are_refused(usual, tmp_path):
     model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZE))
     model.save_pretrained(tmp_path)
     draft = save_random_draft(tmp_path / "draft", model.config, aux_layers=(0, 1, 2))
@@ -255,7 +256,7 @@ def test_weights_of_another_name_that_transformers_would_read_are_refused(usual,
         open_source(draft)
 
 
-def test_the_usual_weights_may_be_named(tmp_path):
+def test_a_configuration_may_name_the_usual_weight_files(tmp_path):
     AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZE)).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"transformers_weights": "model.safetensors"}))

@@ -1,4 +1,5 @@
-"""Sliding windows in a target's configuration: one that transformers does not read, and one too short to export."""
+"""A sliding window in a target's configuration that transformers ignores is ignored, and one too short to export is
+refused."""
 
 import json
 from pathlib import Path
@@ -38,7 +39,7 @@ def written(folder: Path, kind: str, **fields) -> Path:
 
 @pytest.mark.parametrize("window", [16, 1024])
 @pytest.mark.parametrize("kind", UNREAD)
-def test_a_window_that_transformers_does_not_read_is_none(kind, window, tmp_path):
+def test_a_window_that_transformers_ignores_is_ignored(kind, window, tmp_path):
     text = read_target_config(written(tmp_path, kind, **UNREAD[kind], sliding_window=window), "auto")
     spec = spec_for("auto", text.model_type)
     assert check_target(spec, "auto", tmp_path, text)["logits"] < 1e-4
@@ -61,7 +62,7 @@ def planned(tmp_path: Path, window: int, **flags):
 
 
 @pytest.mark.parametrize("window", [1, 2, 8])
-def test_a_window_too_short_for_a_chunk_is_called_that(window, tmp_path):
+def test_a_window_too_short_for_a_chunk_is_refused_as_such(window, tmp_path):
     with pytest.raises(
         ValueError, match=f"the target's sliding window is {window} tokens.*prefill takes 9 or"
     ) as refused:
@@ -69,7 +70,7 @@ def test_a_window_too_short_for_a_chunk_is_called_that(window, tmp_path):
     assert "--max-seq-len" not in str(refused.value) and "--chain-len" not in str(refused.value)
 
 
-def test_a_window_too_short_for_the_chain_says_how_long_a_chain_may_be(tmp_path):
+def test_a_window_too_short_for_the_chain_is_refused_with_the_longest_chain(tmp_path):
     with pytest.raises(ValueError, match="the target and --backend xnnpack take 2 to 8: type --chain-len 7 or less"):
         planned(tmp_path, 12, chain_len=9)
     assert planned(tmp_path, 12, chain_len=7).method("prefill").max_len == 12

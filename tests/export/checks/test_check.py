@@ -1,4 +1,4 @@
-"""The check after an export sees an artifact that says something else, and a head that is worth nothing."""
+"""The check after an export finds an artifact with wrong tokens, and a head that is never accepted."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def speculator(plan):
 
 @pytest.fixture(scope="module")
 def quantized(plan):
-    """Make an eager speculator in 8da4w, with the prompts of a check and its replies."""
+    """A function that returns an eager speculator in 8da4w, with the prompts of a check and its replies."""
     skeleton = TINY.module().skeleton(plan.target_config, plan.max_seq_len)
     convert = XnnpackWeights(skeleton.model, Recipe("8da4w", "8w", 32))
     speculator = eager_speculator(plan, convert)
@@ -60,7 +60,7 @@ def test_an_export_records_what_its_check_and_its_twins_found(artifact):
     assert twin["target"]["logits"] < 1e-4 and twin["draft"]["logits"] < 1e-4
 
 
-def test_an_artifact_that_memory_does_not_hold_twice_is_not_tried(artifact, monkeypatch):
+def test_an_artifact_too_large_for_memory_is_not_checked(artifact, monkeypatch):
     assert check.why_not(artifact) is None
     monkeypatch.setattr(check, "COPIES", 10**6)
     assert "beside the export" in check.why_not(artifact)
@@ -73,7 +73,7 @@ def test_prompts_take_several_chunks_and_need_no_tokenizer(plan, tmp_path):
         assert all(0 <= token < 2048 for prompt in prompts for token in prompt)
 
 
-def test_a_token_that_the_eager_module_does_not_say_is_named(speculator, plan, artifact):
+def test_a_token_that_differs_from_the_eager_modules_is_named(speculator, plan, artifact):
     prompts = sample_prompts(artifact, plan)
     said = check._tried(artifact, prompts)["generations"][0]["token_ids"]
     assert compare_tokens(speculator, prompts[0], said, 64) == 0
@@ -84,7 +84,7 @@ def test_a_token_that_the_eager_module_does_not_say_is_named(speculator, plan, a
 
 @pytest.mark.parametrize("linear", ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"])
 def test_a_wrong_linear_is_more_than_a_near_tie_of_quantized_activations(quantized, linear):
-    """A linear whose rows are in another order is found."""
+    """A linear whose rows are in a wrong order is found."""
     speculator, pairs = quantized
     for prompt, said in pairs:
         compare_tokens(speculator, prompt, said, 64, near_tie("8da4w"))
@@ -99,7 +99,7 @@ def test_a_wrong_linear_is_more_than_a_near_tie_of_quantized_activations(quantiz
 
 @pytest.fixture(scope="module")
 def random_weights(tmp_path_factory):
-    """A Q4_K_M of random weights in 8da4w, eager; its plan, its tolerance, a prompt and what it says to it."""
+    """An eager Q4_K_M model with random weights in 8da4w: its plan, its tolerance, a prompt and its reply."""
     folder = tmp_path_factory.mktemp("random")
     model = random_model("qwen3-4B", hidden_size=256, intermediate_size=512, num_hidden_layers=6, head_dim=64)
     model.config.save_pretrained(folder)
@@ -114,8 +114,8 @@ def random_weights(tmp_path_factory):
     return speculator, plan, measured_tie(speculator, plan), prompt, said
 
 
-def test_the_tolerance_is_what_quantized_activations_move_this_models_logits_by(quantized, random_weights, plan):
-    """Chunks against steps, which round as differently as a lowering does."""
+def test_the_tolerance_is_the_effect_of_quantized_activations_on_this_models_logits(quantized, random_weights, plan):
+    """Chunks are compared with steps, which round as differently as a lowering does."""
     speculator, own, tie, *_ = random_weights
     assert near_tie("8da4w") < tie < 0.3
     margins = []
@@ -153,7 +153,7 @@ def test_a_wrong_linear_is_more_than_the_measured_tolerance(random_weights, laye
     codes.copy_(right)
 
 
-def test_a_head_that_is_worth_nothing_is_warned_of_with_what_to_type(plan, artifact, monkeypatch):
+def test_a_head_that_is_never_accepted_gets_a_warning_with_what_to_type(plan, artifact, monkeypatch):
     real = check._tried
 
     def rejected(folder, prompts):
@@ -174,7 +174,7 @@ def test_a_head_that_is_worth_nothing_is_warned_of_with_what_to_type(plan, artif
 
 
 @pytest.mark.parametrize("fault", ["draft.norm.weight", "draft.layers.0.self_attn.q_proj.weight"])
-def test_a_draft_head_that_was_lowered_wrongly_is_seen_though_every_token_is_right(fault, plan, speculator, artifact):
+def test_a_wrongly_lowered_draft_head_is_found_although_every_token_is_right(fault, plan, speculator, artifact):
     compared = check_artifact(artifact, plan, speculator).record["proposals_compared"]
     assert compared == 3 * plan.chain_len  # the last of the prompts takes several chunks
     weight = speculator.get_parameter(fault)
@@ -187,7 +187,7 @@ def test_a_draft_head_that_was_lowered_wrongly_is_seen_though_every_token_is_rig
         weight.copy_(right)
 
 
-def test_an_artifact_that_ends_its_process_or_does_not_run_is_named(plan, artifact, tmp_path, monkeypatch):
+def test_an_artifact_that_crashes_or_does_not_run_is_named(plan, artifact, tmp_path, monkeypatch):
     broken = shutil.copytree(artifact, tmp_path / "broken")
     with (broken / "model.pte").open("r+b") as file:
         file.truncate(1_000_000)
@@ -205,7 +205,7 @@ def test_an_artifact_that_ends_its_process_or_does_not_run_is_named(plan, artifa
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_weight_that_is_no_number_is_named(value, tmp_path):
+def test_a_nan_or_infinite_weight_is_named(value, tmp_path):
     tensors = {"a": torch.zeros(3, 4).bfloat16(), "b": torch.zeros(4), "n": torch.arange(4)}
     tensors["b"][2] = value
     save_file(tensors, tmp_path / "model.safetensors")
@@ -215,7 +215,7 @@ def test_a_weight_that_is_no_number_is_named(value, tmp_path):
 
 
 @pytest.mark.parametrize(("which", "name"), [("checkpoint", "model.norm.weight"), ("draft", "fc.weight")])
-def test_an_export_of_weights_that_are_no_numbers_fails_before_anything_is_traced(which, name, tmp_path):
+def test_an_export_with_nan_weights_fails_before_tracing(which, name, tmp_path):
     folder = shutil.copytree(getattr(TINY, which), tmp_path / "copied")
     tensors = load_file(folder / "model.safetensors")
     tensors[name].view(-1)[7] = float("nan")
@@ -231,8 +231,8 @@ def test_an_export_of_weights_that_are_no_numbers_fails_before_anything_is_trace
     assert not out.exists()
 
 
-def test_a_head_with_taps_of_another_model_is_hopeless_in_the_real_loop(tmp_path):
-    """A random head on the real target, exported and checked for real, is what the warning is for."""
+def test_a_random_head_gets_the_warning_after_a_real_export(tmp_path):
+    """Export and check a random head on the real target, the case for which the warning is made."""
     from transformers import AutoConfig
 
     from eagle3.runner.rounds.loop import complete
@@ -247,7 +247,7 @@ def test_a_head_with_taps_of_another_model_is_hopeless_in_the_real_loop(tmp_path
 
 
 @pytest.mark.parametrize(("base", "named"), [(500000.0, "10000"), (10000.0, "file, if config.json has another")])
-def test_the_causes_of_a_hopeless_head_name_its_rope_and_what_measures_them(base, named):
+def test_the_warning_for_a_head_names_its_rope_and_the_command_that_measures_it(base, named):
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, backend="xnnpack", draft_rope_theta=base))
     lines = check.likely_causes(plan, plan.checkpoint, 0.01)
     (rope,) = [line for line in lines if "RoPE" in line]
@@ -255,7 +255,7 @@ def test_the_causes_of_a_hopeless_head_name_its_rope_and_what_measures_them(base
     assert lines[-1] == f"which of them it is, eagle3-fit {plan.checkpoint} {plan.draft.folder} measures"
 
 
-def test_what_cannot_be_measured_is_not_sent_to_be(plan):
+def test_the_warning_does_not_suggest_a_measurement_that_is_impossible(plan):
     short = dataclasses.replace(plan, max_seq_len=64)
     lines = check.likely_causes(short, plan.checkpoint, 0.01)
     assert not any("eagle3-fit" in line for line in lines)

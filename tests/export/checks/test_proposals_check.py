@@ -1,4 +1,4 @@
-"""The check of first proposals takes a near-tie for one, and nothing else, whatever a kind scores."""
+"""The check of first proposals accepts near-ties and nothing else, whatever the scores of a kind of head."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,8 @@ ALL_TOKENS = SimpleNamespace(draft=SimpleNamespace(ids_in_target=lambda: None))
 
 
 def logits_of(candidates: int, vocabulary: int = 150_000) -> torch.Tensor:
-    """Scores with a spread of 2.5; with ``candidates``, those of all other tokens are one below the least of them."""
+    """Return scores with a standard deviation of 2.5; with ``candidates``, all other tokens are one below the least of
+    them."""
     scores = 2.5 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))
     if candidates:
         best = scores.topk(candidates)
@@ -21,7 +22,7 @@ def logits_of(candidates: int, vocabulary: int = 150_000) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("candidates", [0, 16])
-def test_a_second_best_token_is_a_near_tie_and_a_far_one_is_a_fault(candidates):
+def test_a_near_tied_proposal_is_accepted_and_a_far_one_is_a_fault(candidates):
     logits = logits_of(candidates)
     best, second = logits.topk(2).indices.tolist()
     logits[second] = logits[best] - 0.1

@@ -1,4 +1,4 @@
-"""A head whose embedding or lm_head is its target's, bit for bit, takes the target's."""
+"""A head whose embedding or lm_head equals the target's bit for bit shares the target's."""
 
 import json
 
@@ -38,8 +38,8 @@ def plan_of(name: str, folder, head, **flags):
 
 
 @pytest.mark.parametrize("name", ["llama3.1-8B", "qwen3-4B", "gemma4-31B", "gemma3-27B"])
-def test_copies_are_left_out_and_the_head_computes_the_same(name, pair, monkeypatch):
-    """With a head of its own and a tied one, with rows that the target scales and with rows as they are."""
+def test_copies_of_the_targets_tables_are_left_out_without_changing_the_head(name, pair, monkeypatch):
+    """The cases have tied and untied embeddings, and targets with and without scaled rows."""
     folder, head = pair(name)
     plan = plan_of(name, folder, head)
     assert plan.draft.copies == BOTH and plan.draft.shares_lm_head and not plan.draft.has_embedding
@@ -58,7 +58,7 @@ def test_copies_are_left_out_and_the_head_computes_the_same(name, pair, monkeypa
     assert torch.equal(*outputs)
 
 
-def test_a_table_that_differs_in_one_number_is_its_own(pair, checkpoints):
+def test_a_table_that_differs_in_one_number_is_kept(pair, checkpoints):
     model, _ = checkpoints("llama3.1-8B")
     lm_head = model.get_output_embeddings().weight.data.clone()
     lm_head[70, 3] += 1e-3  # no row of the sample
@@ -74,14 +74,14 @@ def test_another_dtype_with_the_same_numbers_is_a_copy(pair, checkpoints):
     assert plan_of("llama3.1-8B", folder, head).draft.copies == BOTH
 
 
-def test_an_lm_head_stays_the_heads_own_where_the_targets_has_more_bytes(pair):
+def test_an_lm_head_smaller_than_the_targets_is_kept(pair):
     folder, head = pair("llama3.1-8B")
     assert plan_of("llama3.1-8B", folder, head, draft_qlinear="8da8w").draft.copies == ("embed_tokens",)
     both = plan_of("llama3.1-8B", folder, head, qlinear="8da8w", draft_qlinear="8da8w")
     assert both.draft.copies == BOTH
 
 
-def test_files_of_headers_alone_have_no_copies(pair, tmp_path):
+def test_checkpoints_with_headers_only_have_no_copies(pair, tmp_path):
     folder, head = pair("llama3.1-8B")
     for each in (folder, head):
         into = tmp_path / f"headers-{each.name}"
@@ -96,7 +96,7 @@ def test_files_of_headers_alone_have_no_copies(pair, tmp_path):
     assert not plan.draft.copies
 
 
-def test_an_eagle_head_shares_too_and_one_with_words_of_its_own_keeps_its_lm_head(checkpoints, tmp_path):
+def test_an_eagle_head_shares_the_tables_and_one_with_a_draft_vocabulary_keeps_its_lm_head(checkpoints, tmp_path):
     model, folder = checkpoints("llama3.1-8B")
     tensors = random_head() | {"embed_tokens.weight": model.get_input_embeddings().weight.data.clone()}
     draft = plan_of("llama3.1-8B", folder, write(tmp_path / "head", "speculators", tensors)).draft

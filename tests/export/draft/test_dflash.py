@@ -1,5 +1,5 @@
-"""DFlash heads, whose numbers others' code made: speculators', DeepSpec's, JetSpec's and SpecForge's, and transformers'
-own of Muse Glimmer (scripts/make_{dflash,deepspec,zlab,domino,muse_glimmer}_golden.py)."""
+"""DFlash heads equal golden numbers of other code: speculators, DeepSpec, JetSpec, SpecForge, and transformers for Muse
+Glimmer (scripts/make_{dflash,deepspec,zlab,domino,muse_glimmer}_golden.py)."""
 
 import json
 from types import SimpleNamespace
@@ -26,8 +26,8 @@ DIALECTS |= {"domino_speculators": "speculators", "domino": "z-lab"}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_block_is_the_trainers_own_seeded_and_chained(name):
-    """Behind a chunk, then behind each accepted window, within a sliding window and past it."""
+def test_a_dflash_block_equals_the_trainers_after_seeding_and_chaining(name):
+    """The block follows a chunk, then each accepted window, within a sliding window and beyond it."""
     case, start = Case(name), 0
     check_pair(case.draft, TARGET, (1, 3, 4))
     assert case.draft.kind.lower() == name.split("_")[0]
@@ -39,8 +39,8 @@ def test_a_block_is_the_trainers_own_seeded_and_chained(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_block_is_the_same_after_a_rollback(name):
-    """Rows of rejected tokens, and the block that was drafted behind them, leave nothing."""
+def test_a_dflash_block_is_the_same_after_a_rollback(name):
+    """Rows of rejected tokens, and the block drafted after them, leave no trace."""
     case, start = Case(name), 0
     wrong = torch.randn(case.features.shape, generator=torch.Generator().manual_seed(1))
     for number, anchor in enumerate(case.golden["anchors"].tolist()):
@@ -50,8 +50,8 @@ def test_a_block_is_the_same_after_a_rollback(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_rows_of_a_rejected_window_are_not_seen_in_a_fused_round(name):
-    """``accepted`` says which row is the last; those behind it are of rejected tokens."""
+def test_a_fused_round_does_not_attend_to_rows_of_a_rejected_window(name):
+    """``accepted`` gives the last accepted row; the rows after it are of rejected tokens."""
     case, start = Case(name), 0
     for number, anchor in enumerate(case.golden["anchors"].tolist()):
         end = min(anchor + case.chain_len, 32)
@@ -67,20 +67,20 @@ def test_the_rows_of_a_rejected_window_are_not_seen_in_a_fused_round(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fewer_proposals_are_the_first_of_a_whole_block(name):
+def test_fewer_proposals_are_the_first_ones_of_a_whole_block(name):
     case = Case(name, chain_len=2)
     case.check(4, *case.draft_behind(0, case.golden["anchors"][4]))
     assert case.draft_behind(0, 14)[0].shape[1] == 2
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_head_holds_to_its_formulas(name):
+def test_the_dflash_head_equals_its_formulas(name):
     compared = check_draft(read_draft(GOLDEN / name), 3)
     assert compared["logits"] < 1e-4 and compared["states"] < 1e-4 and compared["tokens"] > 20
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_formulas_are_the_trainers(name):
+def test_the_formulas_of_dflash_equal_the_trainers_numbers(name):
     golden, tensors = load_file(GOLDEN / name / "golden.safetensors"), load_file(GOLDEN / name / "model.safetensors")
     config = json.loads((GOLDEN / name / "config.json").read_text())
     drafter = Drafter(config, read_draft(GOLDEN / name).layer, tensors, golden["embedding"], golden["lm_head"])
@@ -92,8 +92,8 @@ def test_the_formulas_are_the_trainers(name):
         torch.testing.assert_close(states, golden["states"][number, drafter.first_row :], **CLOSE)
 
 
-def test_the_anchor_stands_in_for_the_first_token_of_a_text():
-    """No draft slot holds it. A token before the anchor is given by a call of one row as well, once there is one."""
+def test_the_anchor_replaces_the_missing_token_before_it():
+    """No draft slot holds the first token. A token before the anchor exists only after a call of one row."""
     case, tensors = Case("xpress"), load_file(GOLDEN / "xpress" / "model.safetensors")
     config, golden = json.loads((GOLDEN / "xpress" / "config.json").read_text()), case.golden
     drafter = Drafter(config, case.draft.layer, tensors, golden["embedding"], golden["lm_head"])
@@ -104,13 +104,13 @@ def test_the_anchor_stands_in_for_the_first_token_of_a_text():
 
 
 @pytest.mark.parametrize(("passes", "rows", "count"), [(2, 4, 2), (6, 4, 4), (6, 2, 2)])
-def test_passes_beyond_the_last_row_are_left_out(passes, rows, count, tmp_path):
+def test_xpress_passes_beyond_the_last_row_are_left_out(passes, rows, count, tmp_path):
     draft = read_draft(changed(GOLDEN / "xpress", tmp_path / "head", {"num_jacobi_passes": passes}))
     assert unfilled(draft, 8, rows).refiner_head.passes == count
 
 
 @pytest.mark.parametrize("passes", [2, None])
-def test_defaults_of_speculators_are_taken_where_a_configuration_is_silent(passes, tmp_path):
+def test_missing_keys_of_an_xpress_have_speculators_defaults(passes, tmp_path):
     keys = {"num_jacobi_passes": passes, "xpress_mlp_ratio": None, "xpress_rank": None, "sample_from_anchor": None}
     draft = read_draft(changed(GOLDEN / "xpress", tmp_path / "head", keys))
     assert (draft.variant.rank, draft.variant.mlp_ratio, draft.first_row) == (256, 2, 1)
@@ -146,8 +146,9 @@ def test_a_head_in_z_labs_form_gives_the_same_states(tmp_path):
         ("dflash2", {}, 1.0),
     ],
 )
-def test_z_labs_first_heads_embed_as_a_target_that_scales(source, own, factor, tmp_path):
-    """Those for Gemma 4, whose embedding is scaled by the square root of its width. DFlash2's code scales nothing."""
+def test_z_labs_first_heads_scale_the_embedding_like_the_target(source, own, factor, tmp_path):
+    """This concerns heads for Gemma 4, whose embedding is scaled by the square root of its width. DFlash2's code does
+    not scale it."""
     config = json.loads((GOLDEN / source / "config.json").read_text())
     sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     own = own | {key: config[key] for key in sizes if key in config}
@@ -176,7 +177,7 @@ def test_z_labs_first_heads_embed_as_a_target_that_scales(source, own, factor, t
         ({"causal_head": False}, (False, False)),
     ],
 )
-def test_sliding_layers_of_z_labs_heads_hold_to_their_formulas(keys, causal, tmp_path):
+def test_sliding_layers_of_z_labs_heads_equal_their_formulas(keys, causal, tmp_path):
     draft = read_draft(z_lab(tmp_path / "head", **SLIDING | keys))
     assert tuple(each.causal for each in draft.attends) == causal
     compared = check_draft(draft, 3)
@@ -201,8 +202,8 @@ def test_sliding_layers_of_z_labs_heads_hold_to_their_formulas(keys, causal, tmp
         ("dflash_jetspec", {"sample_from_anchor": True}, None, 0),
     ],
 )
-def test_the_first_row_that_proposes_is_the_one_that_was_trained(source, keys, tokens, first, tmp_path):
-    """The formulas find it as well."""
+def test_the_first_proposing_row_is_the_first_trained_row(source, keys, tokens, first, tmp_path):
+    """The formulas determine the same row."""
     said = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}]}
     named = {"sample_from_anchor": None} | keys | ({"speculators_config": said} if tokens else {})
     draft = read_draft(changed(GOLDEN / source, tmp_path / "head", named))
@@ -219,12 +220,12 @@ def test_the_first_row_that_proposes_is_the_one_that_was_trained(source, keys, t
         {"own": {"projector_type": "dflash", "num_target_layers": 6, "mask_token": "<|MASK|>"}},  # ModelOpt's
     ],
 )
-def test_heads_of_other_trainers_in_z_labs_form_are_z_labs(keys, tmp_path):
+def test_heads_of_other_trainers_in_z_labs_form_are_read_as_z_labs(keys, tmp_path):
     draft = read_draft(z_lab(tmp_path / "head", **keys))
     assert (draft.kind, draft.dialect, draft.first_row, draft.embeds_as_target) == (DFLASH, "z-lab", 1, True)
     assert check_draft(draft, 3)["states"] < 1e-4
 
 
-def test_a_projector_type_says_the_kind_where_the_class_does_not(tmp_path):
+def test_projector_type_decides_the_kind_if_the_class_does_not(tmp_path):
     head = changed(GOLDEN / "dspark_specforge", tmp_path / "head", {"architectures": ["DFlashDraftModel"]})
     assert read_draft(head).kind == DSPARK

@@ -1,4 +1,4 @@
-"""A target with a DFlash head: every block of a generation is its formulas, whatever runs the rounds."""
+"""With a DFlash head, every block of a generation equals the formulas, whatever runs the rounds."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 class ByFormulas(ThreeMethods):
-    """Compares every block with the formulas, over the features that were written last at each position."""
+    """A session that compares every block with the formulas, for the features written last at each position."""
 
     def __init__(self, session):
         super().__init__(session)
@@ -66,9 +66,9 @@ class ByFormulas(ThreeMethods):
 
 
 @pytest.mark.parametrize("length", [3, 12, 40])  # within the windows, and past them
-def test_every_block_of_a_generation_is_its_formulas(length, session):
-    """Seeded in chunks, chained, and rolled back by accepted windows of several lengths: a bias leaves the target four
-    tokens, so that many are accepted."""
+def test_every_dflash_block_of_a_generation_equals_its_formulas(length, session):
+    """Blocks are seeded in chunks, chained, and rolled back after accepted windows of several lengths. A bias restricts
+    the target to four tokens, so that many are accepted."""
     checked, prompt = ByFormulas(session), prompt_of(length)
     plain = complete(checked, prompt, chain=0, max_new_tokens=20, stop_ids=[]).token_ids
     assert complete(checked, prompt, max_new_tokens=20, stop_ids=[]).token_ids == plain
@@ -88,14 +88,14 @@ def test_every_block_of_a_generation_is_its_formulas(length, session):
     assert checked.blocks > 30
 
 
-def test_it_drafts_a_round_in_one_call_and_keeps_a_cache(session):
+def test_dflash_drafts_a_round_in_one_call_and_has_a_cache(session):
     metadata = session.metadata
     assert metadata.has_draft_cache and metadata.proposals == metadata.chain_len == read_draft(session.folder).chain_len
     run = complete(ThreeMethods(session), prompt_of(12), max_new_tokens=20, stop_ids=[])
     assert run.stats.method_calls[DRAFT_DECODE] == run.stats.num_drafts + 1  # the last round drafts for the next
 
 
-def test_every_way_to_generate_says_the_same(session):
+def test_every_path_of_the_loop_gives_the_same_tokens_with_dflash(session):
     prompt = prompt_of(30)
     plain = same_tokens_by_every_path(session, prompt)
     same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt) - 2)
@@ -106,8 +106,8 @@ VARIANTS += ["domino", "domino_unshifted", "domino_speculators"]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_generate_what_decoding_alone_does_and_draft_as_their_formulas(name, tmp_path):
-    """Seeded, chained and rolled back, by three methods and by fused rounds."""
+def test_dflash_variants_give_the_tokens_of_plain_decoding_and_draft_by_their_formulas(name, tmp_path):
+    """Blocks are seeded, chained and rolled back, by the three methods and by fused rounds."""
     random_model("llama3.1-8B", num_hidden_layers=4).save_pretrained(tmp_path / "target")
     longest = read_draft(GOLDEN / name).longest_chain
     session = eager_session(plan_of(tmp_path, "", draft=GOLDEN / name, chain_len=longest))
@@ -120,15 +120,15 @@ def test_variants_generate_what_decoding_alone_does_and_draft_as_their_formulas(
     assert_the_same_windows(session, prompt)
 
 
-def test_a_generation_goes_on_to_the_last_position(folder):
-    """The block behind it has no place in the context, but one in the caches."""
+def test_a_dflash_generation_reaches_the_last_position_of_the_context(folder):
+    """The block after the last position is beyond the context, but has slots in the caches."""
     session = eager_session(plan_of(folder, "full", max_seq_len=24))
     tokens = complete(session, prompt_of(9), max_new_tokens=99, stop_ids=[]).token_ids
     assert len(tokens) == 24 - 9
 
 
-def test_on_the_way_to_cuda_a_block_of_16_rows_takes_the_small_m_kernels(tmp_path):
-    """Also where fewer of its tokens are verified: the block's rows, not the window's, decide."""
+def test_a_block_of_16_rows_uses_the_small_m_kernels_on_cuda(tmp_path):
+    """The rows of the block decide, not those of the window, even if fewer of its tokens are verified."""
     save_random_dflash(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), block=16, layer=SLIDING_20)
     for chain_len, methods in ((3, (DRAFT_DECODE,)), (15, (DRAFT_DECODE, SPECULATE))):
         for name, counted in linears_on_cuda(tmp_path, chain_len, methods).items():
@@ -136,8 +136,8 @@ def test_on_the_way_to_cuda_a_block_of_16_rows_takes_the_small_m_kernels(tmp_pat
             assert name == SPECULATE or counted["small_m"] == 2 * 7 + 1
 
 
-def test_on_the_way_to_cuda_every_linear_of_an_xpress_takes_the_small_m_kernels(tmp_path):
-    """Its table of tokens is looked up in 8 bits."""
+def test_every_linear_of_an_xpress_uses_the_small_m_kernels_on_cuda(tmp_path):
+    """Its table of tokens is an 8-bit embedding."""
     save_random_xpress(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), rank=256, block=16, layer=SLIDING_20)
     for chain_len in (3, 15):
         counted = linears_on_cuda(tmp_path, chain_len, (DRAFT_DECODE,))[DRAFT_DECODE]
@@ -145,8 +145,8 @@ def test_on_the_way_to_cuda_every_linear_of_an_xpress_takes_the_small_m_kernels(
         assert counted["small_m"] == 2 * 7 + 1 + 7
 
 
-def test_on_the_way_to_cuda_every_linear_of_a_domino_takes_the_small_m_kernels(tmp_path):
-    """Those of its GRU and of its bias take it for each row anew."""
+def test_every_linear_of_a_domino_uses_the_small_m_kernels_on_cuda(tmp_path):
+    """The linears of its GRU and of its bias use the kernels for each row."""
     keys = {"gru": 64, "rank": 32, "block": 16, "layer": SLIDING_20, "sample_from_anchor": True}
     save_random_domino(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), **keys)
     for chain_len in (3, 15):

@@ -1,4 +1,4 @@
-"""DFlash heads that are refused: another target's, another kind's, and what no trainer's code computes."""
+"""DFlash heads are refused if they belong to another target or kind, or if no trainer's code computes them."""
 
 import json
 import shutil
@@ -172,13 +172,13 @@ def test_tensors_that_an_xpress_does_not_have_are_refused(tensors, says, tmp_pat
     assert says in refusal(whole)
 
 
-def test_a_longer_chain_than_a_block_is_refused(folder):
+def test_a_chain_longer_than_a_dflash_block_is_refused(folder):
     said = refusal(plan_of, folder, "full", chain_len=5)
     assert "--chain-len 5: the draft, a DFlash, can propose 4 tokens a round: type --chain-len 4 or less" in said
     assert plan_of(folder, "causal").chain_len == 5 and plan_of(folder, "full", chain_len=2).proposals == 2
 
 
-def test_a_block_of_sixteen_proposals_has_a_chain_of_fifteen_and_says_so(folder, target, tmp_path):
+def test_a_block_of_sixteen_proposals_is_exported_with_a_chain_of_fifteen_and_a_note(folder, target, tmp_path):
     shutil.copytree(folder / "target", tmp_path / "target")
     save_random_dflash(tmp_path / "head", target.config, (0, 2, 3), block=16, sample_from_anchor=True)
     plan = plan_of(tmp_path, "head", max_prefill=32)
@@ -193,7 +193,7 @@ def test_a_block_of_sixteen_proposals_has_a_chain_of_fifteen_and_says_so(folder,
 BY_TYPE = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 5e4, "rope_type": "default"}}
 
 
-def test_a_rope_for_each_type_of_layer_is_speculators_of_sliding_layers_and_refused_elsewhere(folder, tmp_path):
+def test_a_rope_per_layer_type_is_read_for_speculators_sliding_layers_and_refused_otherwise(folder, tmp_path):
     rope = {"rope_parameters": BY_TYPE}
     head = changed(folder / "full", tmp_path / "head", layer=rope)
     assert read_draft(head).layer.rope_parameters["rope_theta"] == 5e4
@@ -201,7 +201,7 @@ def test_a_rope_for_each_type_of_layer_is_speculators_of_sliding_layers_and_refu
     assert "rope_parameters has a RoPE for each type of layer (full_attention: rope_theta 1000000.0;" in line
 
 
-def test_a_block_of_more_rows_than_kernels_take_is_refused(folder, target, tmp_path):
+def test_a_block_with_more_rows_than_the_kernels_support_is_refused(folder, target, tmp_path):
     shutil.copytree(folder / "target", tmp_path / "target")
     save_random_dflash(tmp_path / "head", target.config, (0, 2, 3), block=17)
     assert "the draft's block has 17 rows, but --backend cuda takes 16" in refusal(
@@ -210,12 +210,12 @@ def test_a_block_of_more_rows_than_kernels_take_is_refused(folder, target, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["domino", "xpress2"])
-def test_a_variant_is_refused_by_name(kind, folder, tmp_path):
+def test_an_unsupported_dflash_variant_is_refused_by_name(kind, folder, tmp_path):
     assert kind in refusal(read_draft, changed(folder / "full", tmp_path / "head", {"speculators_model_type": kind}))
 
 
 @pytest.mark.parametrize("named", ["Llama4DSparkModel", "Qwen3XPressForCausalLM", "Qwen3DominoModel"])
-def test_a_variant_in_another_form_is_refused_by_name(named, tmp_path):
+def test_a_dflash_variant_in_another_trainers_form_is_refused_by_name(named, tmp_path):
     assert named in refusal(read_draft, z_lab(tmp_path / "head", architectures=[named]))
 
 
@@ -231,21 +231,21 @@ NOT_NEUTRAL = {
 
 @pytest.mark.parametrize("key", NOT_NEUTRAL)
 @pytest.mark.parametrize("source", ["dflash_jetspec", "dspark_specforge", "dspark_deepspec", "dflash_full"])
-def test_a_key_that_servers_heed_and_ours_does_not_is_refused_in_every_form(source, key, tmp_path):
+def test_a_key_that_changes_other_servers_results_is_refused_in_every_form(source, key, tmp_path):
     given = {key: NOT_NEUTRAL[key]}
     head = changed(GOLDEN / source, tmp_path / "head", **{"layer" if source == "dflash_full" else "keys": given})
     said = refusal(read_draft, head)
     assert key in said and "not read" in said
 
 
-def test_keys_that_contradict_each_other_on_the_first_row_are_refused(tmp_path):
+def test_contradictory_keys_on_the_first_proposing_row_are_refused(tmp_path):
     keys = {"sample_from_anchor": True, "dspark_bonus_anchor": True}
     head = changed(GOLDEN / "dspark_deepspec", tmp_path / "head", keys)
     assert "sample_from_anchor and dspark_bonus_anchor are both true" in refusal(read_draft, head)
 
 
 @pytest.mark.parametrize("keys", [{"enable_moe_block": True}, {"hidden_size_per_layer_input": 32}])
-def test_gemma4_layers_that_deepspec_does_not_compute_are_refused(keys, tmp_path):
+def test_gemma4_layers_that_deepspecs_code_lacks_are_refused(keys, tmp_path):
     head = changed(GOLDEN / "dspark_deepspec_gemma4", tmp_path / "head", keys)
     assert "layers with experts or with inputs of their own" in refusal(read_draft, head)
 
@@ -256,13 +256,13 @@ def test_an_xpress_in_a_form_other_than_speculators_is_refused(named, tmp_path):
     assert "is an xPress head in a form other than speculators'" in refusal(read_draft, head)
 
 
-def test_a_tensor_with_two_names_is_refused(folder, tmp_path):
+def test_a_tensor_stored_under_two_names_is_refused(folder, tmp_path):
     norm = load_file(folder / "full" / "model.safetensors")["norm.weight"]
     head = changed(folder / "full", tmp_path / "head", tensors={"model.norm.weight": norm})
     assert "has norm.weight twice, once as" in refusal(read_draft, head)
 
 
-def test_a_head_of_one_kind_given_as_another_is_refused_by_name(folder, target, tmp_path):
+def test_a_dflash_head_given_as_another_kind_is_refused_by_name(folder, target, tmp_path):
     eagle = save_random_draft(tmp_path / "eagle", target.config, (0, 2, 3))
     assistant = save_random_assistant(tmp_path / "assistant", random_model("gemma4-31B").config)
     for source, other, says in (
@@ -284,7 +284,7 @@ def test_a_head_of_one_kind_given_as_another_is_refused_by_name(folder, target, 
     assert "--draft-rope-theta is for EAGLE heads" in refusal(read_draft, folder / "full", rope=RopeFlags(theta=1e4))
 
 
-def test_it_is_listed_and_the_dry_run_says_what_it_takes(folder):
+def test_dflash_is_listed_and_a_dry_run_shows_its_memory(folder):
     listed = json.loads(run_command(export_main, "--list-drafts", "--json").stdout)
     assert "RedHatAI/gemma-4-31B-it-speculator.dflash" in listed[DFLASH]["heads"]
     flags = ("--target-model", "llama3.1-8B", "--checkpoint", folder / "target", "--max-seq-len", 64, "--dry-run")

@@ -1,4 +1,4 @@
-"""A draft head says the same in every dialect, and each variant of one is computed by its formulas."""
+"""A draft head gives the same numbers in every dialect, and each variant equals its formulas."""
 
 import json
 import pickle
@@ -56,7 +56,8 @@ def target():
 
 
 def run(folder, **flags):
-    """Taps of a target of twelve layers, and what the head says of twelve slots: logits and the next feature."""
+    """Return the taps in a target of twelve layers, and the head's outputs for twelve slots: logits and the next
+    feature."""
     draft = read_draft(folder, **flags)
     taps = choose_taps(draft, TARGET, None, None)
     check_pair(draft, TARGET, taps.layers)
@@ -71,7 +72,7 @@ def run(folder, **flags):
 
 @pytest.mark.parametrize("dialect", list(CONFIGS))
 @pytest.mark.parametrize("pickled", [False, True])
-def test_a_head_is_the_same_in_every_dialect(dialect, pickled, tmp_path):
+def test_a_head_gives_the_same_numbers_in_every_dialect(dialect, pickled, tmp_path):
     tensors = random_head()
     expected = run(write(tmp_path / "speculators", "speculators", tensors))
     if dialect == "safeailab":
@@ -87,7 +88,7 @@ def test_a_head_is_the_same_in_every_dialect(dialect, pickled, tmp_path):
 
 
 def renamed(tensors, **names):
-    """Parts of names, with ``__`` for a dot."""
+    """Return the tensors with parts of their names replaced; ``__`` in a keyword stands for a dot."""
     changed = {}
     for name, tensor in tensors.items():
         for part, other in names.items():
@@ -243,7 +244,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_each_variant_is_computed_by_its_formulas(name, tmp_path):
+def test_each_variant_of_a_head_equals_its_formulas(name, tmp_path):
     dialect, tensors, keys = VARIANTS[name]
     folder = write(tmp_path / "head", dialect, tensors, **keys)
     draft = read_draft(folder)
@@ -287,7 +288,7 @@ def test_the_residual_flag_overrides_the_checkpoint(tmp_path):
         ("speculators", [1, 5, 8], (1, 5, 8), False),
     ],
 )
-def test_what_a_layer_id_means_is_the_dialects_unless_the_ids_tell(dialect, ids, taps, doubt, tmp_path):
+def test_the_dialect_decides_the_meaning_of_layer_ids_unless_the_ids_themselves_do(dialect, ids, taps, doubt, tmp_path):
     keys = {IDS: ids} if dialect in ("speculators", "angelslim") else {"eagle_config": {IDS: ids}}
     chosen = choose_taps(read_draft(write(tmp_path / "head", dialect, **keys)), TARGET, None, None)
     assert chosen.layers == taps and bool(chosen.doubt) == doubt
@@ -295,7 +296,7 @@ def test_what_a_layer_id_means_is_the_dialects_unless_the_ids_tell(dialect, ids,
         assert "--aux-convention" in chosen.doubt
 
 
-def test_a_deepspec_head_is_read_with_its_steps_and_target(tmp_path):
+def test_a_deepspec_head_is_read_with_its_chain_length_and_target(tmp_path):
     draft = read_draft(write(tmp_path / "head", "deepspec", target_layer_ids=[4, 8, 11]))
     assert (draft.chain_len, draft.verifier) == (7, "Qwen/Qwen3-8B")
     assert choose_taps(draft, TARGET, None, None).layers == (5, 9, 12)  # outputs, whatever they look like
@@ -316,15 +317,15 @@ def test_deepspec_heads_of_other_layers_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["gemma4_deepspec", "gemma4_deepspec_values"])
-def test_deepspec_heads_with_gemma4_layers_are_their_formulas(case):
+def test_deepspec_heads_with_gemma4_layers_equal_their_formulas(case):
     draft = read_draft(GOLDEN / case)
     assert draft.gemma4 and (draft.embedding_scale, draft.softcap) == (8.0, 4.0)
     check_draft(draft, taps=3)
 
 
 @pytest.mark.parametrize("dialect", ["safeailab", "angelslim"])
-def test_a_midlayer_is_the_only_layer_whatever_the_depth_in_config_json_is(dialect, tmp_path):
-    """EAGLE3-Vicuna1.3-13B and AngelSlim's CosyVoice head have their targets' depth."""
+def test_a_midlayer_is_the_only_layer_whatever_the_depth_in_config_json(dialect, tmp_path):
+    """The config.json of EAGLE3-Vicuna1.3-13B and of AngelSlim's CosyVoice head has the target's depth."""
     one, deep = (run(write(tmp_path / str(depth), dialect, num_hidden_layers=depth)) for depth in (1, 40))
     assert torch.equal(one[2], deep[2])
     draft = read_draft(tmp_path / "40")
@@ -338,7 +339,7 @@ def test_a_midlayer_is_the_only_layer_whatever_the_depth_in_config_json_is(diale
 
 
 @pytest.mark.parametrize("dialect", ["safeailab", "sglang", "specforge", "nemo", "modelopt", "angelslim"])
-def test_a_targets_model_type_over_llamas_tensors_is_a_llama_layer(dialect, tmp_path):
+def test_a_head_with_the_targets_model_type_and_llama_tensors_has_a_llama_layer(dialect, tmp_path):
     llama, *others = (run(write(tmp_path / name, dialect, model_type=name)) for name in ("llama", *OF_TARGETS))
     for name, other in zip(OF_TARGETS, others, strict=True):
         draft = read_draft(tmp_path / name)
@@ -349,7 +350,7 @@ def test_a_targets_model_type_over_llamas_tensors_is_a_llama_layer(dialect, tmp_
     assert "sliding_window None" in refusal(read_draft, write(tmp_path / "sliding", "sglang", **sliding))
 
 
-def test_a_type_whose_defaults_or_factors_may_be_another_layers_is_asked_about(tmp_path):
+def test_a_model_type_that_may_mean_another_layer_is_refused(tmp_path):
     for key in ("rms_norm_eps", "num_attention_heads"):
         folder = write(tmp_path / key, "specforge", model_type="phi3", **{key: None})
         assert f"has no {key}, and its model_type is phi3" in refusal(read_draft, folder)
@@ -357,20 +358,20 @@ def test_a_type_whose_defaults_or_factors_may_be_another_layers_is_asked_about(t
     assert "scale_emb is 12 and model_type minicpm, but the layer is read as Llama's" in refusal(read_draft, scaled)
 
 
-def test_speculators_and_deepspec_choose_their_layer_by_its_type(tmp_path):
+def test_speculators_and_deepspec_heads_have_the_layer_of_their_model_type(tmp_path):
     nested = write(tmp_path / "nested", "speculators", transformer_layer_config={"model_type": "gemma2"})
     assert "of type 'gemma2', but llama, qwen2, qwen3 are" in refusal(read_draft, nested)
     assert "of type 'phi3'" in refusal(read_draft, write(tmp_path / "deepspec", "deepspec", model_type="phi3"))
 
 
-def test_a_targets_model_type_names_an_eagles_layer_too(tmp_path):
+def test_an_eagle_head_with_the_targets_model_type_has_its_layer(tmp_path):
     draft = read_draft(
         write(tmp_path / "eagle", "safeailab", random_eagle(), model_type="mixtral", draft_vocab_size=None)
     )
     assert draft.kind == EAGLE and check_draft(draft, 0)["logits"] < 1e-4
 
 
-def test_angelslims_own_ids_are_outputs(tmp_path):
+def test_angelslims_layer_ids_are_read_as_outputs(tmp_path):
     own = "aux_hidden_states_layer_ids"
     alone = read_draft(write(tmp_path / "alone", "angelslim", **{IDS: None, own: [0, 4, 7]}))
     assert choose_taps(alone, TARGET, None, None).layers == (1, 5, 8)
@@ -422,12 +423,12 @@ def refusal(call, *args) -> str:
         ("angelslim", random_head(), {"architectures": "Eagle3LlamaForCausalLM"}, "architectures"),
     ],
 )
-def test_what_contradicts_itself_is_refused(dialect, tensors, keys, says, tmp_path):
+def test_a_head_whose_files_contradict_each_other_is_refused(dialect, tensors, keys, says, tmp_path):
     folder = write(tmp_path / "head", dialect, tensors, **keys)
     assert says in refusal(read_draft, folder)
 
 
-def test_a_weight_that_is_no_number_is_refused(tmp_path):
+def test_a_head_with_a_nan_weight_is_refused(tmp_path):
     for index, value in enumerate((float("nan"), float("inf"))):
         tensors = random_head()
         tensors["layers.0.mlp.up_proj.weight"][3, 5] = value
@@ -458,7 +459,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused(tmp_path):
     assert "git lfs pull" in refusal(read_draft, folder)
 
 
-def test_pickled_shards_are_one_checkpoint_and_a_missing_one_is_named(tmp_path):
+def test_pickled_shards_are_read_as_one_head_and_a_missing_one_is_named(tmp_path):
     whole = run(write(tmp_path / "whole", "safeailab", pickled=True))
     folder = write(tmp_path / "head", "safeailab", pickled=True)
     tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
@@ -500,7 +501,7 @@ def test_a_head_for_another_family_or_tokenizer_is_refused(tmp_path):
     assert "no tokenizer" in refusal(check_trained_for, read_draft(folder), other)
 
 
-def test_a_head_whose_taps_are_not_named_and_not_three_asks_for_them(tmp_path):
+def test_a_head_with_unnamed_taps_other_than_three_is_refused_with_the_flag_to_type(tmp_path):
     draft = read_draft(write(tmp_path / "head", "safeailab", random_head(taps=2)))
     assert "2 taps of 64" in refusal(choose_taps, draft, TARGET, None, None)
     assert choose_taps(draft, TARGET, (3, 9), None).layers == (3, 9)
@@ -517,12 +518,12 @@ def test_a_wider_target_needs_an_embedding_of_the_heads_own(tmp_path):
     assert "cannot share the target's" in refusal(check_pair, sharing, wide, taps)
 
 
-def test_a_tensor_that_no_head_has_is_refused(tmp_path):
+def test_an_unknown_tensor_in_a_head_is_refused(tmp_path):
     draft = read_draft(write(tmp_path / "head", "nemo", random_head() | norms("layers.0.extra_norm")))
     assert "layers.0.extra_norm.weight" in refusal(check_tensors, draft)
 
 
-def test_shards_of_safetensors_are_one_head(tmp_path):
+def test_safetensors_shards_are_read_as_one_head(tmp_path):
     tensors = random_head()
     whole = run(write(tmp_path / "whole", "nemo", tensors))
     folder = write(tmp_path / "head", "nemo", tensors)
@@ -537,8 +538,9 @@ def test_shards_of_safetensors_are_one_head(tmp_path):
     assert read_draft(folder).draft_vocab_size == SPOKEN
 
 
-def test_sizes_that_speculators_left_out_are_transformers_defaults(tmp_path):
-    """The files of speculators hold what differs from the class: the head of an 8B Llama has no hidden_size."""
+def test_sizes_missing_in_speculators_files_are_transformers_defaults(tmp_path):
+    """The files of speculators hold only values that differ from the class's defaults; the head of an 8B Llama has no
+    hidden_size."""
     small = {"hidden_size": None, "intermediate_size": None, "num_attention_heads": None, "num_key_value_heads": 8}
     folder = write(tmp_path / "head", "speculators", transformer_layer_config=small | {"num_hidden_layers": 1})
     config = json.loads((folder / "config.json").read_text())

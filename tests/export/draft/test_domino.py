@@ -1,5 +1,5 @@
-"""Domino heads: how their trainers write them, and what is refused. test_dflash.py compares them with the trainers' own
-numbers."""
+"""Domino heads are read as their trainers write them, and contradictory ones are refused. test_dflash.py compares their
+numbers with the trainers'."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def read_whole(folder):
 
 
 def renamed(name: str, folder, prefix: str):
-    """A copy of a golden head whose GRU and bias have names behind ``prefix``."""
+    """Write a copy of a golden head in which the names of GRU and bias begin with ``prefix``."""
     shutil.copytree(GOLDEN / name, folder)
     tensors = load_file(folder / "model.safetensors")
     ends = {each: each[each.index(part) :] for each in tensors for part in ("prefix_gru", "embed_proj") if part in each}
@@ -46,18 +46,18 @@ def test_a_domino_is_read_by_its_projector_type_whatever_its_class_and_prefix(na
     case.check(2, *case.draft_behind(0, 6))
 
 
-def test_the_class_alone_says_domino_as_in_specforge(tmp_path):
+def test_specforges_class_name_alone_identifies_a_domino(tmp_path):
     own = {key: value for key, value in OWN.items() if key != "projector_type"}
     assert read_whole(changed(GOLDEN / "domino", tmp_path / "head", {"dflash_config": own})).kind == DOMINO
 
 
-def test_defaults_of_speculators_are_taken_where_a_configuration_is_silent(tmp_path):
+def test_missing_keys_of_a_domino_have_speculators_defaults(tmp_path):
     keys = dict.fromkeys(("shift_label", "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim"))
     draft = read_draft(changed(GOLDEN / "domino_speculators", tmp_path / "head", keys))
     assert (draft.first_row, draft.variant.first, draft.variant.size, draft.variant.rank) == (0, 1, 1024, 256)
 
 
-def test_the_anchors_row_proposes_with_a_shifted_label_alone():
+def test_a_dominos_anchor_row_proposes_only_with_shifted_labels():
     shifted, other = read_draft(GOLDEN / "domino"), read_draft(GOLDEN / "domino_unshifted")
     assert (shifted.first_row, shifted.longest_chain, shifted.variant.first) == (0, 5, 1)
     assert (other.first_row, other.longest_chain, other.variant.first) == (1, 4, 2)
@@ -96,7 +96,7 @@ def test_the_anchors_row_proposes_with_a_shifted_label_alone():
         ({"selector_rank": 8}, {}, "dflash_config has selector_rank"),
     ],
 )
-def test_a_configuration_that_contradicts_itself_or_the_tensors_is_refused(own, keys, says, tmp_path):
+def test_a_domino_configuration_that_contradicts_itself_or_the_tensors_is_refused(own, keys, says, tmp_path):
     head = changed(GOLDEN / "domino", tmp_path / "head", {"dflash_config": OWN | own} | keys)
     assert says in refusal(read_whole, head)
 
@@ -142,6 +142,6 @@ def test_tensors_that_a_domino_does_not_have_are_refused(tensors, says, tmp_path
     assert says in refusal(read_whole, changed(GOLDEN / "domino", tmp_path / "head", tensors=tensors))
 
 
-def test_it_is_listed():
+def test_domino_is_listed_by_list_drafts():
     listed = json.loads(run_command(export_main, "--list-drafts", "--json").stdout)
     assert "Huang2020/Qwen3-8B-Domino-b16" in listed[DOMINO]["heads"]

@@ -1,5 +1,5 @@
-"""The draft head is speculators' Eagle3DraftModel and DeepSpec's Qwen3Eagle3Model and Gemma4Eagle3Model: their own code
-made the numbers (scripts/golden/make_draft_golden.py, scripts/golden/make_deepspec_golden.py)."""
+"""The draft head equals speculators' Eagle3DraftModel and DeepSpec's Qwen3Eagle3Model and Gemma4Eagle3Model, whose own
+code made the golden numbers (scripts/golden/make_draft_golden.py, scripts/golden/make_deepspec_golden.py)."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def taps_of(golden, draft):
 
 
 def seeded(head, tokens, feature):
-    """Every slot, in chunks that a window of the head allows."""
+    """Write every slot, in chunks that the head's sliding window allows, and return the outputs."""
     chunk = head.window or tokens.shape[1]
     spans = [slice(start, start + chunk) for start in range(0, tokens.shape[1], chunk)]
     slots = torch.arange(tokens.shape[1])
@@ -65,8 +65,8 @@ def test_rolled_back_slots_give_the_same_numbers_again(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_ids_that_a_runner_is_told_are_those_of_greedy_proposals(case):
-    """Sampled proposals are looked up in the first, greedy ones in the second."""
+def test_the_draft_ids_in_the_metadata_equal_those_of_greedy_proposals(case):
+    """Sampled proposals use the ids in the metadata, greedy ones those in the module."""
     draft, head, _ = open_case(case)
     told = head.ids_in_target()
     greedy = head.target_ids(torch.eye(draft.draft_vocab_size))
@@ -74,7 +74,7 @@ def test_the_ids_that_a_runner_is_told_are_those_of_greedy_proposals(case):
 
 
 @pytest.mark.parametrize("positions", [[1], [3], [0, 2], [30, 31, 32]])
-def test_gaps_and_overruns_are_refused(positions):
+def test_gaps_and_overruns_of_draft_slots_are_refused(positions):
     draft, head, golden = open_case(CASES[0])
     feature = head.fuse(taps_of(golden, draft))[:, : len(positions)]
     if positions[0] == 30:
@@ -83,7 +83,7 @@ def test_gaps_and_overruns_are_refused(positions):
         head(golden["tokens"][:, : len(positions)], feature, torch.tensor(positions))
 
 
-def test_the_epsilon_is_the_checkpoints_own():
+def test_the_draft_heads_norm_epsilon_is_the_checkpoints():
     _, head, _ = open_case("qwen3_deepspec")
     norms = [m for m in head.modules() if hasattr(m, "variance_epsilon")]
     assert len(norms) >= 4
@@ -91,8 +91,8 @@ def test_the_epsilon_is_the_checkpoints_own():
 
 
 @pytest.mark.parametrize("case", ["llama_window", "qwen3_window"])
-def test_a_window_hides_what_lies_before_it_and_nothing_else(case):
-    """5 slots count: a change of slot 6 shows in slots 6 to 10 and never after."""
+def test_a_sliding_window_hides_exactly_the_slots_before_it(case):
+    """The window has 5 slots, so a change of slot 6 affects slots 6 to 10 and no later one."""
     draft, _, golden = open_case(case)
     assert draft.window == 5
     changed = golden["tokens"].clone()

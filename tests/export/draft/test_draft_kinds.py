@@ -1,5 +1,5 @@
-"""EAGLE 1 and 2, HASS and P-EAGLE heads are speculators' ``EagleSpeculator`` and ``PEagleDraftModel``, whose own code
-made the numbers: scripts/golden/make_eagle_golden.py, scripts/golden/make_peagle_golden.py."""
+"""EAGLE 1 and 2, HASS and P-EAGLE heads equal speculators' ``EagleSpeculator`` and ``PEagleDraftModel``, whose own code
+made the golden numbers (scripts/golden/make_eagle_golden.py, scripts/golden/make_peagle_golden.py)."""
 
 import json
 import shutil
@@ -78,7 +78,7 @@ def test_a_peagle_proposes_speculators_tokens_in_one_forward(case, max_seq_len):
 @pytest.mark.parametrize(
     "folder", [EAGLES / case for case in cases(EAGLES)] + [PEAGLES / case for case in cases(PEAGLES)]
 )
-def test_each_kind_holds_to_its_formulas(folder):
+def test_eagle_and_peagle_heads_equal_their_formulas(folder):
     draft = read_draft(folder)
     taps = 0 if draft.takes_final_state else 3
     assert check_draft(draft, taps)["logits"] < 1e-4
@@ -104,7 +104,7 @@ def refusal(folder: Path) -> str:
         (GOLDEN / "eagle3" / "llama_nbr_true", ["PEagleDraftModel"], "peagle", "says P-EAGLE"),
     ],
 )
-def test_a_head_of_one_kind_that_says_another_is_refused_by_its_tensors(folder, architectures, kind, says, tmp_path):
+def test_a_head_whose_tensors_contradict_its_class_is_refused(folder, architectures, kind, says, tmp_path):
     copy = Path(shutil.copytree(folder, tmp_path / "draft"))
     config = json.loads((copy / "config.json").read_text())
     changed = config | {"architectures": architectures, "speculators_model_type": kind}
@@ -162,7 +162,7 @@ def test_a_peagle_without_a_mask_token_or_an_embedding_is_refused(tmp_path):
         ("specforge", {"architectures": ["PEagleDraftModel"], "mask_token_id": VOCAB - 1}, (1, 1, 3 * HIDDEN)),
     ],
 )
-def test_a_flat_peagle_is_one_by_its_mask_token_whatever_its_architectures_say(dialect, keys, mask_shape, tmp_path):
+def test_a_flat_head_with_a_mask_token_is_a_peagle_whatever_its_architectures(dialect, keys, mask_shape, tmp_path):
     tensors = random_peagle()
     tensors["mask_hidden"] = tensors["mask_hidden"].reshape(mask_shape)
     draft = read_draft(write(tmp_path / "head", dialect, tensors, num_hidden_layers=2, **keys))
@@ -170,7 +170,7 @@ def test_a_flat_peagle_is_one_by_its_mask_token_whatever_its_architectures_say(d
     assert check_draft(draft, 3)["logits"] < 1e-4
 
 
-def test_a_mask_feature_without_its_token_is_told_or_refused(tmp_path):
+def test_a_mask_feature_without_a_mask_token_is_reported_or_refused(tmp_path):
     draft = read_draft(write(tmp_path / "silent", "specforge", random_peagle(), num_hidden_layers=2))
     assert draft.kind == EAGLE3 and "ptd_token_id" in draft.warnings[0]
     parallel = {"parallel_drafting": True, "num_hidden_layers": 2}
@@ -179,7 +179,7 @@ def test_a_mask_feature_without_its_token_is_told_or_refused(tmp_path):
     assert "no tensor mask_hidden" in refusal(write(tmp_path / "no feature", "nemo", tensors, **parallel))
 
 
-def test_a_lora_of_the_target_beside_a_head_is_told(tmp_path):
+def test_a_lora_for_the_target_beside_a_head_is_reported(tmp_path):
     copy = Path(shutil.copytree(GOLDEN / "eagle3" / "llama_nbr_true", tmp_path / "draft"))
     (copy / "adapter_model.safetensors").write_bytes(b"")
     (warning,) = read_draft(copy).warnings
@@ -193,7 +193,7 @@ OF_NEMO |= {"eagle_config": None, "num_hidden_layers": 12}  # its target's depth
 
 
 def nemos(folder: Path, tensors=None, **keys) -> Path:
-    """An EAGLE 1 as NeMo saves it, without a prefix and with a norm before and behind its layer."""
+    """Write an EAGLE 1 as NeMo saves it, without a prefix and with a norm before and after its layer."""
     tensors = tensors or without(random_eagle(), "fc.bias") | norms("norm", "layers.0.input_layernorm")
     write(folder, "nemo", tensors, **OF_NEMO | keys)
     save_file(tensors, folder / "model.safetensors")
@@ -201,7 +201,7 @@ def nemos(folder: Path, tensors=None, **keys) -> Path:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3"])
-def test_nemos_eagle_feeds_and_scores_the_normed_state(model_type, tmp_path):
+def test_nemos_eagle_head_feeds_back_and_scores_the_normed_state(model_type, tmp_path):
     folder = nemos(tmp_path / "head", model_type=model_type)
     draft = read_draft(folder)
     assert (draft.kind, draft.dialect, draft.takes_final_state) == (EAGLE, "nemo", True)
@@ -219,7 +219,7 @@ def test_nemos_eagle_feeds_and_scores_the_normed_state(model_type, tmp_path):
 
 
 def _nemos_states(weights, shared, tokens, states):
-    """Compute the states as ``LlamaEagleDraftModel`` does, from its formulas: 4 heads, 2 of keys, of 16."""
+    """Compute the states by the formulas of ``LlamaEagleDraftModel``: 4 heads and 2 heads of keys, of width 16."""
 
     def normed(x, name):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]
@@ -242,7 +242,7 @@ def _nemos_states(weights, shared, tokens, states):
     return normed(x + (nn.functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T, "norm")
 
 
-def test_nemos_eagle_without_a_norm_or_of_another_depth_is_refused(tmp_path):
+def test_nemos_eagle_head_without_a_norm_or_with_another_depth_is_refused(tmp_path):
     whole = without(random_eagle(), "fc.bias") | norms("norm", "layers.0.input_layernorm")
     for name in ("norm.weight", "layers.0.input_layernorm.weight"):
         assert f"lacks {name}, which every EAGLE head of NeMo has" in refusal(

@@ -1,4 +1,4 @@
-"""A draft head's checkpoint is read strictly: what it says otherwise than its reader expects is refused by name."""
+"""A draft head's checkpoint is read strictly: an unexpected value is refused by name."""
 
 import json
 
@@ -19,7 +19,7 @@ TARGET = LlamaConfig(hidden_size=64, vocab_size=96, num_hidden_layers=6)
 
 @pytest.fixture
 def head(tmp_path):
-    """Save a head with tensors changed and keys of its config.json, dotted, set."""
+    """A function that saves a head with changed tensors, and with dotted keys of its config.json set."""
 
     def save(changes=None, **keys):
         folder = save_random_draft(tmp_path / "draft", TARGET, changes=changes)
@@ -47,24 +47,24 @@ def refusal(folder) -> str:
 
 
 @pytest.mark.parametrize("key", ["norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"])
-def test_a_flag_in_quotes_is_not_taken_for_true(key, head):
+def test_a_quoted_boolean_is_refused_instead_of_read_as_true(key, head):
     assert f'{key} is "false"' in refusal(head(**{key: "false"}))
 
 
 @pytest.mark.parametrize("ids", [[1.0, 3.0, 4.0], ["1", "3", "4"], "1,3,4", [True, 3, 4]])
-def test_layer_ids_are_whole_numbers(ids, head):
+def test_layer_ids_that_are_not_whole_numbers_are_refused(ids, head):
     assert "list of layer ids" in refusal(head(eagle_aux_hidden_state_layer_ids=ids))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_rope_that_depends_on_the_length_is_refused(kind, head):
+def test_a_rope_that_depends_on_the_text_length_is_refused(kind, head):
     rope = {"rope_theta": 10000.0, "rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     assert f"rope_type {kind}" in refusal(head(transformer_layer_config__rope_parameters=rope))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32])
-def test_weights_of_another_kind_are_refused(dtype, head):
+def test_head_weights_of_an_unsupported_dtype_are_refused(dtype, head):
     name = "layers.0.mlp.up_proj.weight"
     line = refusal(head({name: torch.ones(128, 64).to(dtype)}))
     assert "layers.0.mlp.up_proj.weight" in line and "floating-point" in line
@@ -95,7 +95,7 @@ def test_a_vocabulary_map_that_contradicts_itself_is_refused(change, says, head)
 @pytest.mark.parametrize(
     ("draft_id", "target_id", "ids"), [(47, 96, "2..96, 0 of"), (0, -1, "-1..93, 0 of"), (1, 2, "2..93, 1 of")]
 )
-def test_a_vocabulary_map_beyond_the_targets_ids_or_twice_to_one_is_refused(draft_id, target_id, ids, head):
+def test_a_vocabulary_map_beyond_the_targets_ids_or_with_a_repeated_id_is_refused(draft_id, target_id, ids, head):
     folder = head()
     tensors, _ = ids_of(folder)
     del tensors["t2d"]  # which would show it too
@@ -104,7 +104,7 @@ def test_a_vocabulary_map_beyond_the_targets_ids_or_twice_to_one_is_refused(draf
     assert f"d2t maps draft ids to {ids} them twice, but must hit 0..95 once each" in refusal(folder)
 
 
-def test_ids_that_could_be_offsets_are_refused_where_nothing_says_which(head):
+def test_a_vocabulary_map_that_may_hold_ids_or_offsets_is_refused(head):
     folder = head()
     tensors, _ = ids_of(folder)
     del tensors["t2d"]
@@ -114,14 +114,14 @@ def test_ids_that_could_be_offsets_are_refused_where_nothing_says_which(head):
         check_vocabulary_map(draft, 96)
 
 
-def test_offsets_of_32_bits_are_offsets(head):
+def test_a_vocabulary_map_of_32_bit_offsets_is_read(head):
     folder = head()
     tensors, _ = ids_of(folder)
     save_file(tensors | {"d2t": tensors["d2t"].int()}, folder / "model.safetensors")
     check_pair(read_draft(folder), TARGET, (1, 3, 4))
 
 
-def test_a_layer_named_midlayer_is_the_layer(head):
+def test_a_layer_named_midlayer_is_read_as_the_heads_layer(head):
     folder = head()
     tensors = load_file(folder / "model.safetensors")
     renamed = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
@@ -138,7 +138,7 @@ def windowed(**keys):
 
 @pytest.mark.parametrize("before_residual", [True, False])
 @pytest.mark.parametrize("layer", ["llama", "qwen3"])
-def test_a_window_holds_to_the_formulas_beyond_it(layer, before_residual, head):
+def test_a_head_with_a_sliding_window_equals_its_formulas_beyond_the_window(layer, before_residual, head):
     norms = {f"layers.0.self_attn.{name}_norm.weight": 1 + 0.3 * torch.randn(16) for name in "qk"}
     keys = windowed(model_type=layer, use_sliding_window=True) | {"norm_before_residual": before_residual}
     draft = read_draft(head(norms if layer == "qwen3" else {}, **keys))
@@ -147,13 +147,13 @@ def test_a_window_holds_to_the_formulas_beyond_it(layer, before_residual, head):
     assert compared["tokens"] > 6 and compared["logits"] < 1e-4
 
 
-def test_a_window_without_a_layer_type_is_none_and_a_type_without_a_window_is_refused(head):
+def test_a_window_without_a_sliding_layer_type_is_ignored_and_a_sliding_type_without_a_window_refused(head):
     assert read_draft(head(**windowed(layer_types=["full_attention"]))).window == 0
     assert "sliding_window" in refusal(head(**windowed(sliding_window=None)))
     assert "chunked_attention" in refusal(head(**windowed(layer_types=["chunked_attention"])))
 
 
-def test_the_drafts_twin_sees_a_head_that_computes_something_else(head, monkeypatch):
+def test_the_drafts_twin_check_finds_a_head_with_a_missing_norm(head, monkeypatch):
     draft = read_draft(head())
     check_draft(draft, 3)
     right = DraftLayer.forward

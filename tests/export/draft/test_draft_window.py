@@ -1,4 +1,5 @@
-"""``--draft-window``: a head with full attention attends to the last tokens alone, as one that was trained so."""
+"""With ``--draft-window``, a head with full attention attends only to the last tokens, like a head trained with that
+window."""
 
 import json
 import shutil
@@ -39,7 +40,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_it_computes_what_a_head_with_that_window_does(folder):
+def test_draft_window_gives_the_numbers_of_a_head_with_that_window(folder):
     given, wanted = windowed(read_draft(folder / "full"), WINDOW), read_draft(folder / "sliding")
     assert given.windows == wanted.windows == (WINDOW,) and given.window == WINDOW
     heads = [load_draft(each, 128, torch.float32, EagerAttention, None) for each in (given, wanted)]
@@ -59,7 +60,7 @@ def test_it_computes_what_a_head_with_that_window_does(folder):
     assert check_draft(given, 3)["logits"] < 1e-4
 
 
-def test_tokens_stay_greedy_decodings_behind_many_windows():
+def test_tokens_equal_greedy_decoding_after_many_draft_windows():
     plan = plan_of(draft_window=WINDOW)
     session = eager_session(plan, eager_speculator(plan))
     assert session.metadata.draft_sliding_window == WINDOW
@@ -69,7 +70,7 @@ def test_tokens_stay_greedy_decodings_behind_many_windows():
     assert speculated.token_ids == plain.token_ids and speculated.stats.num_drafts
 
 
-def test_an_export_says_when_the_context_is_longer_than_the_head_knows_and_what_to_type(folder, tmp_path):
+def test_an_export_reports_a_context_longer_than_the_heads_training_and_the_flag_to_type(folder, tmp_path):
     short = Path(shutil.copytree(folder / "full", tmp_path / "short"))
     config = json.loads((short / "config.json").read_text())
     config["transformer_layer_config"]["max_position_embeddings"] = 64
@@ -82,11 +83,11 @@ def test_an_export_says_when_the_context_is_longer_than_the_head_knows_and_what_
     assert len(make_plan(ExportConfig("llama3.1-8B", **given, draft_window=65)).warnings) == 1
 
 
-def test_its_cache_takes_less_memory():
+def test_a_draft_window_reduces_the_memory_of_the_drafts_cache():
     assert plan_of(draft_window=WINDOW, max_seq_len=1024).cache_bytes < plan_of(max_seq_len=1024).cache_bytes
 
 
-def test_heads_that_it_is_not_for_are_refused(folder, tmp_path):
+def test_draft_window_is_refused_for_heads_without_full_attention(folder, tmp_path):
     with pytest.raises(ValueError, match="trained with a sliding window of 16 tokens"):
         windowed(read_draft(folder / "sliding"), 8)
     head = save_random_mlp(tmp_path / "mlp", random_model("llama3.1-8B").config)

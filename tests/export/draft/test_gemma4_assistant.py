@@ -1,4 +1,4 @@
-"""Gemma 4 assistants: transformers' own class and its assisted generation say what a head computes and proposes."""
+"""Gemma 4 assistants compute and propose the same as transformers' own class and its assisted generation."""
 
 import json
 import re
@@ -39,7 +39,7 @@ KINDS = {"tied": False, "ordered": True}
 
 @pytest.fixture(scope="module")
 def target():
-    """transformers' target, which hands the keys of its last layers to an assistant."""
+    """A target of transformers, whose last layers' keys an assistant uses."""
     with states_are_shared(Gemma4TextConfig):
         return random_model("gemma4-31B")
 
@@ -74,7 +74,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 class Recorded(ThreeMethods):
-    """Keeps the proposals of each round, by the position of its first token."""
+    """A session that keeps the proposals of each round, by the position of its first token."""
 
     def __init__(self, session):
         super().__init__(session)
@@ -92,8 +92,8 @@ def assert_same_rounds(ours: Recorded, rounds: list[list[int]], length: int) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_twin_is_transformers_own_class(kind, folder):
-    """Seeded, chained, rolled back and past the sliding window, in float32."""
+def test_a_gemma4_assistant_equals_transformers_own_class(kind, folder):
+    """The calls seed, chain and roll back, beyond the sliding window, in float32."""
     draft = read_draft(folder / kind)
     assert (draft.kind, draft.dialect, draft.has_cache, draft.chain_len) == (GEMMA4_ASSISTANT, "transformers", False, 3)
     compared = check_draft(draft, 0)
@@ -111,7 +111,7 @@ def pair_sharing_keys(tmp_path_factory):
 
 
 @pytest.mark.parametrize("length", [3, 40])
-def test_it_attends_to_the_last_layers_that_keep_keys(length, pair_sharing_keys):
+def test_a_gemma4_assistant_attends_to_the_last_layers_that_store_keys(length, pair_sharing_keys):
     model, assistant, folder = pair_sharing_keys
     compared = check_draft(read_draft(folder / "tied"), 0)
     assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
@@ -123,8 +123,8 @@ def test_it_attends_to_the_last_layers_that_keep_keys(length, pair_sharing_keys)
     assert_same_rounds(ours, rounds, length)
 
 
-def test_a_unified_assistant_proposes_what_transformers_generation_does(target, tmp_path):
-    """Its target is read without an entry of its own."""
+def test_a_unified_assistant_proposes_the_tokens_of_transformers_assisted_generation(target, tmp_path):
+    """Its target is read although no table has an entry for it."""
     keys = {key: value for key, value in target.config.to_dict().items() if key not in ("model_type", "architectures")}
     config = Gemma4UnifiedTextConfig.from_dict(keys)
     with states_are_shared(type(config)):
@@ -142,7 +142,7 @@ def test_a_unified_assistant_proposes_what_transformers_generation_does(target, 
 
 
 @pytest.mark.parametrize("length", [3, 12, 40])  # within the window of 16, and past it
-def test_its_proposals_are_those_of_transformers_assisted_generation(length, session, target, folder):
+def test_a_gemma4_assistants_proposals_equal_transformers_assisted_generation(length, session, target, folder):
     assistant = random_assistant(target.config, KINDS[session.kind])
     assistant.load_state_dict(load_file(folder / session.kind / "model.safetensors"), strict=False)
     assistant.tie_weights()
@@ -152,7 +152,7 @@ def test_its_proposals_are_those_of_transformers_assisted_generation(length, ses
     assert_same_rounds(ours, rounds, length)
 
 
-def test_it_costs_no_cache_no_seeding_and_one_row(session):
+def test_a_gemma4_assistant_has_no_cache_no_seeding_and_one_row(session):
     metadata = session.metadata
     assert not metadata.has_draft_cache and metadata.draft_sliding_window == 0
     assert metadata.manifest["format_version"] == 5 and metadata.manifest["draft_kind"] == GEMMA4_ASSISTANT
@@ -160,14 +160,14 @@ def test_it_costs_no_cache_no_seeding_and_one_row(session):
     assert calls[DRAFT_DECODE] <= 6  # no call for the four chunks of the prompt
 
 
-def test_every_way_to_generate_says_the_same(session):
+def test_every_path_of_the_loop_gives_the_same_tokens_with_a_gemma4_assistant(session):
     prompt = prompt_of(30)
     plain = same_tokens_by_every_path(session, prompt)
     same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_the_way_to_cuda_its_linears_take_the_small_m_kernels_and_no_cache_is_written(kind, tmp_path):
+def test_on_cuda_an_assistants_linears_use_the_small_m_kernels_and_no_cache_is_written(kind, tmp_path):
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
     model = random_model("gemma4-31B", **wide)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "target")
@@ -252,7 +252,7 @@ def test_tensors_that_a_head_does_not_have_are_refused(kind, tensors, says, fold
     assert says in refusal(check_pair, draft, target.config, ())
 
 
-def test_a_head_of_one_kind_given_as_another_is_refused_by_name(folder, target, tmp_path):
+def test_an_assistant_given_as_another_kind_is_refused_by_name(folder, target, tmp_path):
     eagle = save_random_draft(tmp_path / "eagle", target.config)
     for source, other, says in ((folder / "tied", eagle, "Gemma 4 assistant"), (eagle, folder / "tied", "lacks")):
         mixed = Path(shutil.copytree(source, tmp_path / f"mixed {says}"))
@@ -265,7 +265,7 @@ def test_a_head_of_one_kind_given_as_another_is_refused_by_name(folder, target, 
     assert "--draft-dialect is for EAGLE heads" in refusal(read_draft, folder / "tied", "sglang")
 
 
-def test_an_epsilon_that_is_no_number_is_refused(folder, tmp_path):
+def test_an_assistants_epsilon_that_is_no_number_is_refused(folder, tmp_path):
     head = Path(shutil.copytree(folder / "tied", tmp_path / "head"))
     config = json.loads((head / "config.json").read_text())
     config["text_config"]["rms_norm_eps"] = float("inf")
@@ -273,12 +273,12 @@ def test_an_epsilon_that_is_no_number_is_refused(folder, tmp_path):
     assert "rms_norm_eps is Infinity, but must be a number above 0" in refusal(read_draft, head)
 
 
-def test_a_config_that_transformers_does_not_read_is_one_line(folder, tmp_path):
+def test_an_assistant_config_that_transformers_rejects_is_refused_in_one_line(folder, tmp_path):
     head = changed(folder / "tied", tmp_path / "head", {"hidden_size_per_layer_input": 32})
     assert "transformers reads no assistant of it" in refusal(read_draft, head)
 
 
-def test_kinds_are_listed_with_published_heads():
+def test_gemma4_assistants_are_listed_with_published_heads():
     listed = json.loads(run_command(export_main, "--list-drafts", "--json").stdout)
     assert listed[GEMMA4_ASSISTANT]["heads"] == [f"google/gemma-4-{each}-it-assistant" for each in SIZES]
     assert "RedHatAI/gemma-4-31B-it-speculator.eagle3" in listed["EAGLE-3"]["heads"]
@@ -287,7 +287,7 @@ def test_kinds_are_listed_with_published_heads():
     assert "no cache" in run_command(export_main, "--list-drafts").stdout
 
 
-def test_the_dry_run_says_what_it_takes_and_keeps(folder):
+def test_a_dry_run_shows_an_assistants_memory(folder):
     flags = ("--target-model", "gemma4-31B", "--checkpoint", folder / "target", "--max-seq-len", 64, "--dry-run")
     said = run_command(export_main, *flags, "--backend", "xnnpack", "--draft", folder / "tied").stdout
     assert "Gemma 4 assistant head of transformers" in said and "the target's embedding (a copy would take" in said

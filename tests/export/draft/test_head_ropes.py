@@ -1,5 +1,4 @@
-"""An EAGLE head has the RoPE and the windows that its trainer computes, whatever its file says; the file decides by a
-flag."""
+"""An EAGLE head has the RoPE and the windows of its trainer's code, whatever its file says; a flag overrides both."""
 
 import json
 
@@ -50,7 +49,7 @@ COSYVOICE = {"architectures": ["CosyVoice3Eagle3LlamaForCausalLM"], "target_mode
         ({"rope_theta": 1e4}, 1e4),
     ],
 )
-def test_angelslims_heads_have_the_base_of_their_training(keys, trained, tmp_path):
+def test_angelslims_heads_have_the_rope_base_of_their_training(keys, trained, tmp_path):
     draft = read_draft(write(tmp_path / "head", "angelslim", **keys))
     assert draft.dialect == "angelslim" and base(draft) == trained
     told = [line for line in draft.warnings if "rope_theta" in line]
@@ -73,7 +72,7 @@ def test_angelslims_heads_have_the_base_of_their_training(keys, trained, tmp_pat
         ),
     ],
 )
-def test_a_base_that_the_file_cannot_tell_is_said_with_the_flag_that_decides(dialect, keys, says, tmp_path):
+def test_a_rope_base_that_the_file_leaves_open_is_reported_with_the_flag(dialect, keys, says, tmp_path):
     folder = write(tmp_path / "head", dialect, rope_theta=1e6, **keys)
     draft = read_draft(folder)
     (line,) = [line for line in draft.warnings if "rope_theta" in line]
@@ -86,7 +85,7 @@ def test_a_base_that_the_file_cannot_tell_is_said_with_the_flag_that_decides(dia
     assert not any("rope_theta" in line for line in plain.warnings)
 
 
-def test_a_head_that_angelslim_published_under_specforges_name_has_angelslims_base(tmp_path):
+def test_a_head_published_by_angelslim_with_specforges_name_has_angelslims_rope_base(tmp_path):
     folder = write(tmp_path / "head", "specforge", rope_theta=1e6)
     draft = read_draft(folder, rope=RopeFlags(publisher="AngelSlim"))
     (line,) = [line for line in draft.warnings if "rope_theta" in line]
@@ -97,7 +96,7 @@ def test_a_head_that_angelslim_published_under_specforges_name_has_angelslims_ba
     assert base(read_draft(mrope, rope=RopeFlags(publisher="AngelSlim"))) == 1e6
 
 
-def test_who_published_a_head_is_the_owner_of_its_repository():
+def test_the_publisher_of_a_head_is_the_owner_of_its_repository():
     named = {"draft": HubName("AngelSlim/Qwen3-4B_eagle3", "0" * 40)}
     assert ExportConfig("qwen3-4B", repositories=named).publisher == "AngelSlim"
     assert ExportConfig("qwen3-4B").publisher is None
@@ -112,24 +111,24 @@ def test_who_published_a_head_is_the_owner_of_its_repository():
         (["--draft-partial-rotary", "1.5"], "1.5 is not in the range 0<x<=1"),
     ],
 )
-def test_a_value_that_no_rope_has_is_a_usage_error(flags, says):
+def test_an_impossible_rope_value_is_a_usage_error(flags, says):
     code, line = fail_command(main, "--target-model", "gemma4-tiny", "--dry-run", *flags)
     assert code == 2 and says in line
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "nemo", "modelopt", "deepspec", "speculators"])
-def test_a_trainer_that_reads_the_base_is_not_doubted(dialect, tmp_path):
+def test_the_rope_base_of_a_trainer_that_reads_it_gets_no_warning(dialect, tmp_path):
     keys = {"transformer_layer_config": {"rope_theta": 1e6}} if dialect == "speculators" else {"rope_theta": 1e6}
     draft = read_draft(write(tmp_path / "head", dialect, **keys))
     assert base(draft) == 1e6 and not any("rope_theta" in line for line in draft.warnings)
 
 
-def test_an_eagle_1_of_safeailab_has_the_base_of_its_file(tmp_path):
+def test_safeailabs_eagle_1_has_the_rope_base_of_its_file(tmp_path):
     draft = read_draft(write(tmp_path / "head", "safeailab", random_eagle(), rope_theta=5e5, draft_vocab_size=None))
     assert base(draft) == 5e5 and draft.warnings == ()
 
 
-def test_the_flag_for_the_base_decides_what_safeailabs_linear_rope_left_open(tmp_path):
+def test_the_rope_base_flag_resolves_safeailabs_linear_rope(tmp_path):
     linear = {"type": "linear", "factor": 2.0}
     folder = write(tmp_path / "head", "safeailab", rope_theta=5e5, rope_scaling=linear)
     assert "rope_theta beside a linear rope_scaling" in refusal(folder)
@@ -145,7 +144,7 @@ BY_TYPE = {
 }
 
 
-def test_speculators_takes_the_rope_of_sliding_layers(tmp_path):
+def test_speculators_heads_have_the_rope_of_sliding_layers(tmp_path):
     keys = {"rope_theta": None, "rope_parameters": BY_TYPE}
     assert base(read_draft(write(tmp_path / "head", "speculators", transformer_layer_config=keys))) == 5e4
     layers = {"num_hidden_layers": 2, "rope_theta": None, "rope_parameters": BY_TYPE}
@@ -154,7 +153,7 @@ def test_speculators_takes_the_rope_of_sliding_layers(tmp_path):
 
 
 @pytest.mark.parametrize("dialect", ["safeailab", "specforge", "sglang", "angelslim", "nemo", "modelopt", "deepspec"])
-def test_a_rope_for_each_type_of_layer_is_refused_where_none_is_taken(dialect, tmp_path):
+def test_a_rope_per_layer_type_is_refused_for_dialects_without_one(dialect, tmp_path):
     line = refusal(write(tmp_path / "head", dialect, rope_theta=None, rope_parameters=BY_TYPE))
     assert "rope_parameters has a RoPE for each type of layer" in line and "leave that one in rope_parameters" in line
     assert "rope_theta 1000000.0" in line and "rope_theta 50000.0" in line
@@ -170,7 +169,7 @@ def test_a_rope_for_each_type_of_layer_is_refused_where_none_is_taken(dialect, t
 
 @pytest.mark.parametrize("peagle", [False, True])
 @pytest.mark.parametrize("layer", ["llama", "qwen3"])
-def test_speculators_rotates_whole_heads_whatever_the_part_is(layer, peagle, tmp_path):
+def test_speculators_heads_rotate_all_dimensions_whatever_partial_rotary_factor_says(layer, peagle, tmp_path):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     keys = {"model_type": layer, "head_dim": 16, "rope_theta": None, "rope_parameters": rope}
     keys |= {"num_hidden_layers": 2} if peagle else {}
@@ -190,7 +189,7 @@ def test_speculators_rotates_whole_heads_whatever_the_part_is(layer, peagle, tmp
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3"])
-def test_speculators_rotates_the_part_with_a_scaled_rope(kind, tmp_path):
+def test_speculators_heads_with_a_scaled_rope_rotate_a_part_of_each_head(kind, tmp_path):
     rope = (LLAMA3 if kind == "llama3" else {"rope_type": kind, "factor": 2.0}) | {"rope_theta": 1e4}
     keys = {"rope_theta": None, "rope_parameters": rope | {"partial_rotary_factor": 0.5}}
     draft = read_draft(write(tmp_path / "head", "speculators", transformer_layer_config=keys))
@@ -199,7 +198,7 @@ def test_speculators_rotates_the_part_with_a_scaled_rope(kind, tmp_path):
 
 
 @pytest.mark.parametrize("dialect", ["safeailab", "specforge", "angelslim", "modelopt"])
-def test_a_part_within_the_rope_is_asked_about_and_the_flag_decides(dialect, tmp_path):
+def test_a_partial_rotary_factor_in_the_rope_is_refused_unless_a_flag_decides(dialect, tmp_path):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     folder = write(tmp_path / "head", dialect, rope_theta=None, rope_parameters=rope)
     line = refusal(folder)
@@ -217,7 +216,7 @@ DERIVED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 
 
 @pytest.mark.parametrize("layer", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("dialect", ["safeailab", "specforge", "angelslim", "modelopt"])
-def test_a_window_that_only_the_configuration_class_derives_is_asked_about(dialect, layer, tmp_path):
+def test_a_window_that_only_the_configuration_class_derives_is_refused(dialect, layer, tmp_path):
     line = refusal(write(tmp_path / "head", dialect, **DERIVED | {"model_type": layer}))
     assert "use_sliding_window is true, which" in line and "takes no notice of" in line
     for name, change in (("off", {"use_sliding_window": False}), ("later", {"max_window_layers": 28})):
@@ -225,7 +224,7 @@ def test_a_window_that_only_the_configuration_class_derives_is_asked_about(diale
     assert read_draft(tmp_path / "head", "sglang").windows == (16,)
 
 
-def test_nemos_heads_attend_to_everything_whatever_their_targets_layers_do(tmp_path):
+def test_nemos_heads_have_full_attention_whatever_their_targets_layers(tmp_path):
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 6, "sliding_window": 6}
     draft = read_draft(write(tmp_path / "head", "nemo", model_type="gpt_oss", **kinds))
     assert draft.windows == (0,) and check_draft(draft, 3)["logits"] < 1e-4
@@ -237,7 +236,7 @@ def test_nemos_heads_attend_to_everything_whatever_their_targets_layers_do(tmp_p
 
 @pytest.mark.parametrize("value", ["Infinity", "NaN", "0", "1e30"])
 @pytest.mark.parametrize("dialect", ["safeailab", "speculators"])
-def test_an_epsilon_that_is_no_small_number_is_refused(dialect, value, tmp_path):
+def test_a_norm_epsilon_that_is_not_a_small_number_is_refused(dialect, value, tmp_path):
     folder = write(tmp_path / "head", dialect)
     config = json.loads((folder / "config.json").read_text())
     (config["transformer_layer_config"] if dialect == "speculators" else config)["rms_norm_eps"] = float(value)
@@ -245,7 +244,7 @@ def test_an_epsilon_that_is_no_small_number_is_refused(dialect, value, tmp_path)
     assert "rms_norm_eps is" in refusal(folder)
 
 
-def test_the_flags_go_through_the_plan_into_its_record(tmp_path):
+def test_rope_flags_reach_the_plan_and_its_record(tmp_path):
     random_model("llama3.1-8B", num_hidden_layers=12).save_pretrained(tmp_path / "target")
     rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
     head = write(tmp_path / "head", "sglang", rope_theta=None, rope_parameters=rope)
@@ -258,7 +257,7 @@ def test_the_flags_go_through_the_plan_into_its_record(tmp_path):
     assert plan.config.as_json().items() >= flags.items() and check_draft(plan.draft, 3)["logits"] < 1e-4
 
 
-def test_the_base_changes_what_a_head_computes(tmp_path):
+def test_the_rope_base_changes_a_heads_numbers(tmp_path):
     from eagle3.export.draft.kinds.eagle.layers import rotary_table
 
     folder = write(tmp_path / "head", "angelslim", **OF_QWEN3)

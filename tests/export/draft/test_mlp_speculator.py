@@ -1,5 +1,5 @@
-"""MLP speculators: fms-extras, by which the published ones were trained, says what a head computes and proposes.
-scripts/golden/make_mlp_golden.py ran it."""
+"""MLP speculators equal fms-extras, with which the published heads were trained. scripts/golden/make_mlp_golden.py made
+the golden numbers."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def head_of(folder: Path, proposals: int):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_proposes_fms_extras_tokens(case):
+def test_an_mlp_speculator_proposes_fms_extras_tokens(case):
     golden = load_file(GOLDEN / case / "golden.safetensors")
     stages = golden["proposals"].shape[1]
     for length in range(1, stages + 1):
@@ -55,7 +55,7 @@ def test_it_proposes_fms_extras_tokens(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_its_twin_holds_to_the_papers_formulas(case):
+def test_an_mlp_speculators_twin_equals_the_papers_formulas(case):
     draft = read_draft(GOLDEN / case)
     assert (draft.kind, draft.dialect, draft.has_cache, draft.chain_len) == (
         MLP_SPECULATOR,
@@ -79,7 +79,7 @@ def changed(case: str, into: Path, keys=None, tensors=None) -> Path:
 
 
 def test_copies_of_tied_weights_and_names_without_a_prefix_are_read(tmp_path):
-    """As fms writes its own checkpoints, and as a tied one saved tensor by tensor."""
+    """The forms are those of fms's own checkpoints, and of a tied head saved tensor by tensor."""
     folder = changed("tied", tmp_path / "head")
     held = load_file(folder / "model.safetensors")
     copies = {name.replace(".0.", f".{stage}."): value.clone() for name, value in held.items() for stage in (1, 2, 3)}
@@ -122,7 +122,7 @@ def prompt_of(length: int) -> list[int]:
     return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-def test_it_takes_one_call_a_round_no_cache_and_no_seeding(session):
+def test_an_mlp_speculator_takes_one_call_per_round_without_cache_or_seeding(session):
     metadata = session.metadata
     assert not metadata.has_draft_cache and metadata.proposals == metadata.chain_len == 4
     assert metadata.manifest["draft_kind"] == MLP_SPECULATOR and metadata.manifest["format_version"] == 5
@@ -130,13 +130,13 @@ def test_it_takes_one_call_a_round_no_cache_and_no_seeding(session):
     assert stats.method_calls[DRAFT_DECODE] <= stats.method_calls["target_verify"] + 1
 
 
-def test_every_way_to_generate_says_the_same(session):
+def test_every_path_of_the_loop_gives_the_same_tokens_with_an_mlp_speculator(session):
     prompt = prompt_of(30)
     plain = same_tokens_by_every_path(session, prompt)
     same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt))
 
 
-def test_on_the_way_to_cuda_its_linears_take_the_small_m_kernels(tmp_path):
+def test_on_cuda_the_linears_of_an_mlp_speculator_use_the_small_m_kernels(tmp_path):
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
     model = random_model("llama3.1-8B", **wide)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "target")
@@ -170,7 +170,7 @@ def refusal(call, *args) -> str:
         ({"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}, "is of ArcticMLPSpeculatorPreTrainedModel, but"),
     ],
 )
-def test_a_configuration_of_another_kind_is_refused(keys, says, tmp_path):
+def test_an_mlp_speculator_with_an_unsupported_configuration_is_refused(keys, says, tmp_path):
     assert says in refusal(read_draft, changed("untied", tmp_path / "head", keys))
 
 
@@ -186,10 +186,10 @@ def test_a_configuration_of_another_kind_is_refused(keys, says, tmp_path):
         ({"vocab_size": 90}, {}, "vocabulary of 90, the target has 96"),
     ],
 )
-def test_tensors_of_another_head_are_refused(keys, tensors, says, tmp_path):
+def test_an_mlp_speculator_with_tensors_of_another_head_is_refused(keys, tensors, says, tmp_path):
     assert says in refusal(check_pair, read_draft(changed("untied", tmp_path / "head", keys, tensors)), TARGET, ())
 
 
-def test_a_chain_longer_than_its_stages_is_refused(folder):
+def test_a_chain_longer_than_an_mlp_speculators_stages_is_refused(folder):
     assert "can propose 4 tokens a round: type --chain-len 4 or less" in refusal(lambda: plan_of(folder, chain_len=5))
     assert plan_of(folder, chain_len=2).proposals == 2

@@ -1,5 +1,5 @@
-"""MTP heads: speculators' own class made the numbers of its heads (``make_mtp_golden.py``), and transformers' own
-computes those of a target's layer from the same file."""
+"""MTP heads of speculators equal its own class (scripts/golden/make_mtp_golden.py), and those of a target's own layer
+equal transformers, which reads the same file."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ WINDOWS = (5, 1, 7, 2, 9)  # rows of each call; 24 in all
 
 
 class Case:
-    """A golden head over its target's embedding and lm_head, and its numbers."""
+    """A golden head with its target's embedding and lm_head, and its golden numbers."""
 
     def __init__(self, name: str):
         self.draft, self.golden = read_draft(GOLDEN / name), load_file(GOLDEN / name / "golden.safetensors")
@@ -46,7 +46,7 @@ class Case:
 
     @torch.no_grad()
     def check_chain(self) -> None:
-        """Draft from the last slot, each step over the feature of the one before."""
+        """Draft from the last slot; each step uses the feature of the step before."""
         logits, state = self.run(23, 24, last=True)
         for step, token in enumerate(self.golden["chain_ids"]):
             torch.testing.assert_close(logits[0, 0], self.golden["chain_logits"][step], **CLOSE)
@@ -56,7 +56,7 @@ class Case:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_speculators_own_seeded_and_chained(name):
+def test_an_mtp_head_equals_speculators_when_seeded_and_chained(name):
     case, start = Case(name), 0
     check_pair(case.draft, TARGET, (4,))
     assert (case.draft.kind, case.draft.dialect, case.draft.chain_len) == (MTP, "speculators", 3)
@@ -67,8 +67,8 @@ def test_it_is_speculators_own_seeded_and_chained(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_the_same_after_rollbacks(name):
-    """Rows of rejected tokens, and the chain that was drafted behind them, leave nothing."""
+def test_an_mtp_head_gives_the_same_numbers_after_rollbacks(name):
+    """Rows of rejected tokens, and the chain drafted after them, leave no trace."""
     case, start = Case(name), 0
     wrong = torch.randn(case.golden["states"].shape, generator=torch.Generator().manual_seed(1))
     for rows in WINDOWS:
@@ -80,7 +80,7 @@ def test_it_is_the_same_after_rollbacks(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fused_round_takes_the_accepted_row(name):
+def test_a_fused_round_with_an_mtp_head_continues_from_the_accepted_row(name):
     case = Case(name)
     case.run(0, 10)
     for accepted in (3, 0):
@@ -90,7 +90,7 @@ def test_a_fused_round_takes_the_accepted_row(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_its_formulas_are_speculators(name):
+def test_the_formulas_of_an_mtp_head_equal_speculators(name):
     case = Case(name)
     drafter = drafter_of(name, case.golden["embedding"], case.golden["lm_head"])
     with torch.no_grad():
@@ -100,13 +100,13 @@ def test_its_formulas_are_speculators(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_its_twin_holds_to_the_formulas(name):
+def test_an_mtp_heads_twin_equals_its_formulas(name):
     compared = check_draft(read_draft(GOLDEN / name), 1)
     assert compared["logits"] < 1e-4 and compared["states"] < 1e-4 and compared["tokens"] > 30
 
 
-def test_it_takes_the_last_layers_output_before_the_norm():
-    """As speculators trains it; a target's own layer takes the state after the norm."""
+def test_a_speculators_mtp_head_takes_the_last_layers_output_before_the_norm():
+    """This is how speculators trains a head; a target's own layer takes the state after the norm."""
     taps = choose_taps(read_draft(GOLDEN / "qwen3"), TARGET, None, None)
     assert taps.layers == (4,) and "final state" not in str(taps)
 
@@ -127,7 +127,7 @@ def own(request, tmp_path_factory):
     return SimpleNamespace(folder=folder, plan=plan_of(folder, **flags))
 
 
-def test_its_twin_is_its_formulas(own):
+def test_the_twin_of_a_targets_own_mtp_layer_equals_its_formulas(own):
     draft = own.plan.draft
     assert (draft.kind, draft.dialect, draft.takes_final_state) == (MTP, "the target's own checkpoint", True)
     compared = check_draft(draft, 0)
@@ -135,8 +135,9 @@ def test_its_twin_is_its_formulas(own):
 
 
 @torch.no_grad()
-def test_it_is_transformers_own_seeded_chained_and_rolled_back(own):
-    """transformers reads the same file by its own rules. Its states are those that it hands to its MTP model."""
+def test_a_targets_own_mtp_layer_equals_transformers_seeded_chained_and_rolled_back(own):
+    """transformers reads the same file by its own rules. The compared states are those that it passes to its MTP
+    model."""
     main = AutoModelForCausalLM.from_pretrained(own.folder, attn_implementation="eager").float()
     reference = transformers_head(main, own.folder)
     tokens = torch.randint(0, 96, (1, 25), generator=torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""Targets with an MTP head: of speculators, or the layer of the target's own checkpoint."""
+"""Targets with an MTP head, by speculators or from the target's own checkpoint, generate and draft correctly."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 class Recorded(ThreeMethods):
-    """Keeps the proposals of each round, by the position of its first token."""
+    """A session that keeps the proposals of each round, by the position of its first token."""
 
     def __init__(self, session):
         super().__init__(session)
@@ -76,9 +76,9 @@ def qwen(tmp_path_factory):
 
 
 @pytest.mark.parametrize("length", [3, 40])
-def test_its_proposals_are_those_of_transformers_generation_with_mtp(length, glm, monkeypatch):
-    """transformers drafts a token with each layer, so this target's own one a round, from the state that transformers
-    hands to its MTP model."""
+def test_mtp_proposals_equal_those_of_transformers_generation_with_mtp(length, glm, monkeypatch):
+    """transformers drafts one token with each layer, so one per round for this target, from the state that transformers
+    passes to its MTP model."""
     main = AutoModelForCausalLM.from_pretrained(glm).float()
     head, rounds = transformers_head(main, glm), []
     monkeypatch.setattr(MtpModel, "from_pretrained", lambda *_args, **_options: head)
@@ -100,8 +100,9 @@ def test_its_proposals_are_those_of_transformers_generation_with_mtp(length, glm
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
-def test_the_first_proposal_behind_recurrent_layers_is_transformers_mtp_layers(model_type, tmp_path):
-    """transformers generates with no assistant where layers are recurrent; its MTP layer is run over the whole text."""
+def test_with_recurrent_layers_the_first_proposal_equals_transformers_mtp_layer(model_type, tmp_path):
+    """transformers does not generate with an assistant if layers are recurrent, so its MTP layer is run on the whole
+    text."""
     main = AutoModelForCausalLM.from_pretrained(save_target(tmp_path / "target", model_type)).float()
     layer = transformers_head(main, tmp_path / "target").layers[0]
     session = Recorded(eager_session(plan_of(tmp_path / "target", **ON_THE_CPU)))
@@ -123,7 +124,7 @@ def test_the_first_proposal_behind_recurrent_layers_is_transformers_mtp_layers(m
 
 
 @torch.no_grad()
-def test_a_head_of_speculators_takes_the_state_before_the_norm(qwen):
+def test_the_pairing_gives_a_speculators_mtp_head_the_state_before_the_norm(qwen):
     session = Recorded(eager_session(plan_of(qwen, GOLDEN / "qwen3", max_prefill=None)))
     complete(session, prompt := prompt_of(12), max_new_tokens=2, stop_ids=[])
     model, seen = AutoModelForCausalLM.from_pretrained(qwen).float(), []
@@ -133,7 +134,8 @@ def test_a_head_of_speculators_takes_the_state_before_the_norm(qwen):
 
 
 class ByFormulas(ThreeMethods):
-    """Compares every draft step with the formulas, over the tokens and features that were written last in each slot."""
+    """A session that compares every draft step with the formulas, for the tokens and features written last in each
+    slot."""
 
     def __init__(self, session, name: str):
         super().__init__(session)
@@ -153,9 +155,9 @@ class ByFormulas(ThreeMethods):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_step_of_a_generation_is_its_formulas(name, qwen):
-    """Seeded in chunks, chained, and rolled back by accepted windows of several lengths: a bias leaves the target four
-    tokens, so that some are accepted."""
+def test_every_mtp_step_of_a_generation_equals_its_formulas(name, qwen):
+    """Steps are seeded in chunks, chained, and rolled back after accepted windows of several lengths. A bias restricts
+    the target to four tokens, so that some are accepted."""
     session = eager_session(plan_of(qwen, GOLDEN / name))
     checked, prompt = ByFormulas(session, name), prompt_of(40)
     sampling = Sampling(temperature=1.0, seed=2, logit_bias={token: 50.0 for token in (10, 12, 13, 14)})
@@ -172,7 +174,7 @@ def test_every_step_of_a_generation_is_its_formulas(name, qwen):
     assert fused.stats.method_calls[SPECULATE] > 5
 
 
-def test_every_way_to_generate_says_the_same(glm):
+def test_every_path_of_the_loop_gives_the_same_tokens_with_an_mtp_head(glm):
     plan = plan_of(glm)
     session, prompt = eager_session(plan), prompt_of(30)
     metadata, manifest = session.metadata, make_manifest(plan)
@@ -183,7 +185,7 @@ def test_every_way_to_generate_says_the_same(glm):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "glm4_moe"])
-def test_on_the_way_to_cuda_its_linears_take_the_small_m_kernels(model_type, tmp_path):
+def test_on_cuda_the_linears_of_an_mtp_head_use_the_small_m_kernels(model_type, tmp_path):
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
     wide |= {"dtype": "bfloat16"} | ({"moe_intermediate_size": 256} if model_type == "glm4_moe" else {})
     save_target(tmp_path / "target", model_type, **wide)
@@ -201,7 +203,7 @@ def test_on_the_way_to_cuda_its_linears_take_the_small_m_kernels(model_type, tmp
 # --- what is chosen and said
 
 
-def test_draft_may_be_left_out_where_the_checkpoint_has_a_layer(glm, qwen):
+def test_draft_may_be_omitted_if_the_checkpoint_has_an_mtp_layer(glm, qwen):
     assert plan_of(glm, None).draft.dialect == "the target's own checkpoint"
     flags = ("--checkpoint", glm, "--max-seq-len", 64, "--dry-run", "--backend", "xnnpack")
     said = run_command(export_main, *flags).stdout
@@ -211,13 +213,13 @@ def test_draft_may_be_left_out_where_the_checkpoint_has_a_layer(glm, qwen):
     assert code == 1 and "or --draft mtp if its checkpoint has an MTP layer" in line
 
 
-def test_random_weights_of_fewer_layers_keep_the_layer(glm):
+def test_random_weights_with_fewer_layers_keep_the_mtp_layer(glm):
     flags = ("--checkpoint", glm, "--max-seq-len", 64, "--dry-run", "--backend", "xnnpack", "--random-weights")
     for layers in ((), ("--layers", 2)):
         assert "MTP head of the target's own" in run_command(export_main, *flags, "--draft", "mtp", *layers).stdout
 
 
-def test_kinds_are_listed_with_published_heads():
+def test_mtp_heads_are_listed_with_published_heads():
     listed = json.loads(run_command(export_main, "--list-drafts", "--json").stdout)[MTP]
     published = ["zai-org/GLM-4.5", "zai-org/GLM-4.7-Flash", "deepseek-ai/DeepSeek-V3"]
     assert listed["heads"] == published and "--draft mtp" in listed["takes"]
@@ -248,7 +250,7 @@ def test_kinds_are_listed_with_published_heads():
         ({}, {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]}, "has no fc.weight"),
     ],
 )
-def test_a_head_of_another_kind_or_target_is_refused(layer, keys, says, qwen, tmp_path):
+def test_an_mtp_head_of_another_kind_or_target_is_refused(layer, keys, says, qwen, tmp_path):
     if keys.get("transformer_layer_config", 1) is None:
         layer = None
     head = changed(GOLDEN / "qwen3", tmp_path / "head", keys, layer)
@@ -264,11 +266,11 @@ def test_a_head_of_another_kind_or_target_is_refused(layer, keys, says, qwen, tm
         ({"mtp_layers.1.input_proj.weight": torch.zeros(64, 128)}, "has mtp_layers.1.input_proj.weight, which a MTP"),
     ],
 )
-def test_tensors_of_another_head_are_refused(tensors, says, qwen, tmp_path):
+def test_an_mtp_head_with_tensors_of_another_head_is_refused(tensors, says, qwen, tmp_path):
     assert says in refusal(plan_of, qwen, changed(GOLDEN / "qwen3", tmp_path / "head", tensors=tensors))
 
 
-def test_other_targets_are_refused_by_name(glm, qwen, tmp_path):
+def test_targets_without_a_supported_mtp_layer_are_refused_by_name(glm, qwen, tmp_path):
     llama = tmp_path / "llama"
     model = random_model("llama3.1-8B", num_hidden_layers=4)
     model.save_pretrained(llama)
@@ -282,7 +284,7 @@ def test_other_targets_are_refused_by_name(glm, qwen, tmp_path):
     assert "of a llama is not supported" in refusal(plan_of, changed(llama, tmp_path / "own", tensors=own))
 
 
-def test_a_damaged_layer_of_a_target_is_refused(glm, tmp_path):
+def test_a_damaged_mtp_layer_of_a_target_is_refused(glm, tmp_path):
     def with_changes(name: str, **given) -> str:
         return refusal(plan_of, changed(glm, tmp_path / name, **given))
 
@@ -295,7 +297,7 @@ def test_a_damaged_layer_of_a_target_is_refused(glm, tmp_path):
     assert "has layers.0.shared_norm.weight, which" in with_changes("e", tensors=twice)
 
 
-def test_flags_of_eagle_heads_are_refused(glm, qwen):
+def test_flags_for_eagle_heads_are_refused_with_an_mtp_head(glm, qwen):
     for flags in (
         {"draft_dialect": "sglang"},
         {"norm_before_residual": True},

@@ -54,7 +54,7 @@ def session(pair):
 
 
 class Recorded(ThreeMethods):
-    """Keeps the proposals of every round, and none of those behind a part of the prompt."""
+    """A session that keeps the proposals of every round, but not those after a part of the prompt."""
 
     def __init__(self, session, prompt: list[int]):
         super().__init__(session)
@@ -86,7 +86,7 @@ def assisted(target, assistant, prompt: list[int], count: int) -> tuple[list[int
 
 
 @pytest.mark.parametrize("length", [3, 20, 60])
-def test_transformers_proposes_and_accepts_the_same(length, pair, session):
+def test_transformers_proposes_and_accepts_the_same_tokens_as_muse_glimmers_assistant(length, pair, session):
     target, assistant, _ = pair
     prompt = torch.randint(3, TOKENS - 1, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     expected, rounds = assisted(target, assistant, prompt, 24)
@@ -97,8 +97,9 @@ def test_transformers_proposes_and_accepts_the_same(length, pair, session):
     assert ours == rounds[: len(ours)] and len(rounds) - len(ours) <= 1
 
 
-def test_a_twin_is_in_float32_whatever_dtype_the_checkpoint_names(pair):
-    """transformers makes the head in the dtype of the whole configuration, the decoder in that of the text's."""
+def test_muse_glimmers_twin_is_in_float32_whatever_the_checkpoints_dtype(pair):
+    """transformers creates the head in the dtype of the whole configuration, and the decoder in that of the text
+    configuration."""
     config = MuseGlimmerConfig.from_pretrained(pair[2] / "target")
     config.dtype = config.text_config.dtype = torch.bfloat16
     twin = build(shrink(text_config_of(config)), real=True)
@@ -106,13 +107,13 @@ def test_a_twin_is_in_float32_whatever_dtype_the_checkpoint_names(pair):
     assert config.dtype == torch.bfloat16
 
 
-def test_it_is_read_as_a_dflash_of_muse_glimmers_form(pair):
+def test_muse_glimmers_assistant_is_read_as_its_dflash_variant(pair):
     draft = read_draft(pair[2] / "assistant")
     assert (draft.kind, draft.dialect, draft.first_row, draft.aux_layers) == (DFLASH, "muse-glimmer", 1, (0, 1, 2))
     assert [(each.before, each.causal) for each in draft.attends] == [(24, False), (None, False)]
 
 
-def test_rows_are_embedded_without_the_targets_norm(pair, session):
+def test_muse_glimmers_draft_rows_are_embedded_without_the_targets_norm(pair, session):
     weight = load_file(pair[2] / "target" / "model.safetensors")["model.language_model.embed_tokens.weight"]
     rows = session._speculator.draft.embed_tokens(torch.tensor([5]))
     torch.testing.assert_close(rows[0], weight[5].to(rows.dtype))

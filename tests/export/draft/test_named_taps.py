@@ -1,4 +1,4 @@
-"""The taps of an EAGLE head are those that its file names, under any key, and a file that names two sets is refused."""
+"""The taps of an EAGLE head are those that its file names under any key; a file with two different sets is refused."""
 
 import pytest
 from dialect_files import IDS, write
@@ -26,7 +26,7 @@ def taps(folder):
         ("deepspec", {"target_layer_ids": [0, 2, 3], IDS: [1, 3, 5]}, f"{IDS} is [1, 3, 5]"),
     ],
 )
-def test_two_sets_of_taps_are_refused_with_both(dialect, keys, says, tmp_path):
+def test_two_different_sets_of_taps_are_refused_with_both(dialect, keys, says, tmp_path):
     with pytest.raises(ValueError) as refused:
         read_draft(write(tmp_path / "head", dialect, **keys))
     line = str(refused.value)
@@ -53,7 +53,7 @@ def test_one_set_of_taps_may_be_named_twice(dialect, keys, chosen, tmp_path):
         ("aux_hidden_state_layer_ids", "inputs", (1, 3, 6)),
     ],
 )
-def test_taps_under_another_systems_key_are_taken_as_there_and_said(key, meaning, chosen, tmp_path):
+def test_taps_under_another_systems_key_have_its_meaning_and_are_reported(key, meaning, chosen, tmp_path):
     layers, (line,) = taps(write(tmp_path / "head", "specforge", eagle_config={IDS: None}, **{key: [1, 3, 6]}))
     assert layers == chosen
     assert f"names its taps as {key} [1, 3, 6]" in line and f"taken as {meaning} of layers" in line

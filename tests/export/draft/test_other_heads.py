@@ -1,4 +1,4 @@
-"""A head of a kind or form that is not read, and what is no head, is refused in one line that names it."""
+"""A head of an unsupported kind or form, and a checkpoint that is no head, are refused in one line that names them."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ LLAMA = FLAT | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}
 
 
 def save(folder: Path, config: dict, *names: str, file: str = "model.safetensors") -> Path:
-    """A checkpoint of tensors with these names; without any, of a file that is not opened."""
+    """Write a checkpoint of tensors with these names; without names, the file must not be opened."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     if names:
@@ -42,7 +42,7 @@ def test_a_head_of_another_kind_is_named_before_its_weights_are_looked_for(confi
     assert says in line and "--list-drafts" in line
 
 
-def test_griffins_fusion_is_named(tmp_path):
+def test_a_griffin_head_is_refused_by_its_fusion(tmp_path):
     head = save(tmp_path / "head", LLAMA, "fc.fc.weight", "fc.mlp.up_proj.weight", "layers.0.self_attn.q_proj.weight")
     assert "is a GRIFFIN head" in refusal(read_draft, head)
 
@@ -50,7 +50,7 @@ def test_griffins_fusion_is_named(tmp_path):
 # --- models that draft by themselves
 
 
-def test_an_independent_model_is_not_drafted_with(tmp_path):
+def test_an_independent_draft_model_is_refused(tmp_path):
     small = save(tmp_path / "small", LLAMA, "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight")
     line = refusal(read_draft, small)
     assert f"if it is the target, type --checkpoint {small}; independent models are not drafted with" in line
@@ -74,12 +74,12 @@ def test_an_export_of_the_mtp_layer_alone_asks_for_its_target(layer, architectur
 
 
 @pytest.mark.parametrize("name", ["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_layers.0.input_proj.weight"])
-def test_an_mtp_layer_under_other_names_is_named(name, tmp_path):
+def test_an_mtp_layer_under_unknown_names_is_refused_by_name(name, tmp_path):
     line = refusal(read_draft, save(tmp_path / "head", {"model_type": "ernie4_5_moe"}, name))
     assert "is an MTP head in a form other than speculators' or a target's own" in line
 
 
-def test_a_target_whose_mtp_layer_has_other_names_is_told_of_it(tmp_path):
+def test_a_target_whose_mtp_layer_has_unknown_names_gets_a_message(tmp_path):
     llama = tmp_path / "llama"
     random_model("llama3.1-8B", num_hidden_layers=4).save_pretrained(llama)
     name = "model.mtp_layers.0.input_proj.weight"
@@ -93,7 +93,7 @@ def test_a_target_whose_mtp_layer_has_other_names_is_told_of_it(tmp_path):
 # --- other files
 
 
-def test_a_gguf_head_asks_for_the_checkpoint_that_it_was_made_from(tmp_path):
+def test_a_gguf_head_is_refused_with_a_request_for_its_original_checkpoint(tmp_path):
     asks = "GGUF heads are not read: type --draft with the checkpoint that it was converted from"
     folder = tmp_path / "head"
     folder.mkdir()
@@ -106,7 +106,7 @@ def test_a_gguf_head_asks_for_the_checkpoint_that_it_was_made_from(tmp_path):
         assert f"--draft {file}: {asks}" in refusal(plan_of, target, file)
 
 
-def test_a_head_in_mistrals_own_form_is_named(tmp_path):
+def test_a_head_in_mistrals_own_form_is_refused_by_name(tmp_path):
     (tmp_path / "params.json").write_text("{}")
     save_file({"eagle_linear.weight": torch.zeros(2, 2)}, tmp_path / "consolidated.safetensors")
     line = refusal(read_draft, tmp_path)

@@ -1,5 +1,5 @@
-"""The heads that are trained over whole sequences are the heads in use: each step at each slot as the chain computes it
-(scripts/train/tiny_draft.py), each mask row as a round computes it (scripts/train/tiny_peagle.py)."""
+"""Heads trained on whole sequences compute the same as in inference: each step at each slot equals the chain
+(scripts/train/tiny_draft.py), and each mask row equals a round (scripts/train/tiny_peagle.py)."""
 
 import torch
 from places import TESTS
@@ -14,7 +14,7 @@ from eagle3.targets.attention import EagerAttention
 GOLDEN = TESTS / "golden" / "eagle3" / "llama_nbr_true"
 
 
-def test_every_step_of_the_unrolled_head_equals_the_chain():
+def test_every_step_of_the_unrolled_head_in_training_equals_the_chain():
     draft, golden = read_draft(GOLDEN), load_file(GOLDEN / "golden.safetensors")
     head = load_draft(draft, 32, torch.float32, EagerAttention, target=None)
     feature = head.fuse(golden["taps"].chunk(3, dim=-1))
@@ -32,7 +32,7 @@ def test_every_step_of_the_unrolled_head_equals_the_chain():
             torch.testing.assert_close(states[step][:, slot : slot + 1], state, atol=1e-5, rtol=1e-5)
 
 
-def test_the_mask_rows_behind_several_slots_equal_a_round_behind_each():
+def test_mask_rows_after_several_slots_in_training_equal_a_round_after_each():
     folder = TESTS / "golden" / "peagle" / "peagle_two_layers"
     draft, golden = read_draft(folder), load_file(folder / "golden.safetensors")
     trained = load_draft(draft, 32, torch.float32, lambda _: WholeSequences(), target=None)

@@ -1,4 +1,4 @@
-"""A draft head that says what its trainer's code takes no notice of: it is asked about, not computed."""
+"""A draft head with keys that its trainer's code ignores is refused with the flag to type."""
 
 import pytest
 from dialect_files import (
@@ -58,7 +58,7 @@ NOT_SAFEAILAB = [
 
 
 @pytest.mark.parametrize(("tensors", "keys", "says"), NOT_SAFEAILAB, ids=[each[2] for each in NOT_SAFEAILAB])
-def test_what_safeailabs_code_takes_no_notice_of_is_asked_about(tensors, keys, says, tmp_path):
+def test_keys_that_safeailabs_code_ignores_are_refused_with_the_flag_to_type(tensors, keys, says, tmp_path):
     line = refusal(read_draft, write(tmp_path / "head", "safeailab", tensors, **keys))
     assert says in line and "which SafeAILab's code takes no notice of" in line and "--draft-dialect sglang" in line
 
@@ -81,7 +81,7 @@ def test_what_safeailabs_code_takes_no_notice_of_is_asked_about(tensors, keys, s
         ("angelslim", WINDOW, "layer_types is"),
     ],
 )
-def test_what_another_trainers_code_takes_no_notice_of_is_asked_about(dialect, keys, says, tmp_path):
+def test_keys_that_another_trainers_code_ignores_are_refused_with_the_flag_to_type(dialect, keys, says, tmp_path):
     line = refusal(read_draft, write(tmp_path / "head", dialect, **keys))
     assert says in line and "--draft-dialect sglang" in line
 
@@ -95,7 +95,7 @@ def test_a_peagle_by_specforge_has_a_plain_rope_and_may_norm_before_the_residual
     assert 'rope_scaling has the type "llama3", which SpecForge' in line
 
 
-def test_what_was_asked_about_is_computed_once_the_dialect_is_named(tmp_path):
+def test_ignored_keys_are_accepted_if_the_dialect_is_given(tmp_path):
     bias = biases("layers.0.self_attn.q_proj", size=HIDDEN)
     keys = {"norm_before_residual": True, "norm_output": True, "rope_scaling": LLAMA3}
     folder = write(tmp_path / "head", "safeailab", random_head() | bias, **keys)
@@ -109,7 +109,7 @@ def test_what_was_asked_about_is_computed_once_the_dialect_is_named(tmp_path):
     assert not read_draft(flagged, norm_before_residual=False).norm_before_residual
 
 
-def test_taps_that_safeailabs_code_takes_no_notice_of_are_told(tmp_path):
+def test_taps_that_safeailabs_code_ignores_are_reported(tmp_path):
     draft = read_draft(write(tmp_path / "head", "safeailab", **{IDS: [1, 3, 4]}))
     (warning,) = draft.warnings
     assert draft.aux_layers == (1, 3, 4) and "names taps 1,3,4" in warning and "--aux-layers" in warning

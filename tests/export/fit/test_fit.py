@@ -1,4 +1,5 @@
-"""A head's readings are measured: the right one is found, an unbroken head is left alone, a random one is no pair."""
+"""The readings of a head are measured: the right one is found, a correct head is left unchanged, and a random head is
+reported as no pair."""
 
 import json
 import shutil
@@ -36,7 +37,7 @@ def broken(head: str, **changes) -> Fault:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_shipped_head_fits_and_is_left_as_its_files_say(measured, head):
+def test_a_shipped_head_fits_and_keeps_the_reading_of_its_files(measured, head):
     fit = measured.fit(plan_of(head))
     assert fit.verdict == "fits" and fit.best is fit.file and not fit.best.changes
     low, high = fit.of(fit.file).interval
@@ -66,12 +67,12 @@ def test_the_reading_that_undoes_a_fault_is_found_and_named(measured, head, faul
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_random_head_is_no_pair_and_is_not_repaired(measured, seed):
+def test_a_random_head_is_reported_as_no_pair_and_keeps_its_reading(measured, seed):
     fit = measured.fit(randomized(plan_of("draft"), seed))
     assert fit.verdict == "no pair" and fit.best is fit.file
 
 
-def test_chains_behind_every_token_are_those_of_the_head_with_its_cache(measured):
+def test_chains_after_every_token_equal_those_of_the_head_with_its_cache(measured):
     plan = plan_of("draft")
     reading = HeadReading(plan.draft, plan.taps, plan.target_config)
     trials = Trials(reading, measured.target, measured.seen, 4, torch.float32)
@@ -105,7 +106,7 @@ def test_a_whole_text_at_once_gives_the_states_of_its_chunks():
         torch.testing.assert_close(state, torch.cat([part[place] for part in parts], 1), atol=1e-4, rtol=1e-4)
 
 
-def test_what_the_files_leave_open_is_taken_and_what_they_say_is_not_contradicted(measured):
+def test_a_measured_reading_fills_gaps_of_the_files_and_never_contradicts_them(measured):
     fault = broken("assistant", embeds_as_target=False)
     plan, lines = fitted_plan(fault.plan, measured.fit(fault.plan))
     assert plan.draft.embeds_as_target and "it is taken" in lines[-1]
@@ -114,7 +115,7 @@ def test_what_the_files_leave_open_is_taken_and_what_they_say_is_not_contradicte
         fitted_plan(fault.plan, measured.fit(fault.plan))
 
 
-def test_a_reading_that_is_typed_is_the_heads_own(tmp_path: Path):
+def test_a_reading_given_by_flags_replaces_that_of_the_files(tmp_path: Path):
     config = ExportConfig("gemma4-tiny", backend="xnnpack", read=("tap_order=2,1,0", "rope_theta=500000"))
     plan = make_plan(config)
     assert plan.draft.tap_order == (2, 1, 0) and plan.draft.layer.rope_parameters["rope_theta"] == 500_000
@@ -124,7 +125,7 @@ def test_a_reading_that_is_typed_is_the_heads_own(tmp_path: Path):
         make_plan(ExportConfig("gemma4-tiny", backend="xnnpack", read=("d2t=both",)))
 
 
-def test_the_command_prints_json_of_a_head_whose_file_says_a_wrong_norm(tmp_path: Path):
+def test_eagle3_fit_prints_json_for_a_head_whose_file_has_a_wrong_norm(tmp_path: Path):
     shutil.copytree(HEADS["draft"], tmp_path / "head")
     file = tmp_path / "head" / "config.json"
     file.write_text(file.read_text().replace('"norm_before_residual": true', '"norm_before_residual": false'))
@@ -139,7 +140,7 @@ def test_the_command_prints_json_of_a_head_whose_file_says_a_wrong_norm(tmp_path
 @pytest.mark.parametrize(
     ("head", "recipe"), [*((head, "none") for head in HEADS), ("draft", "8da8w"), ("draft", "8da4w")]
 )
-def test_the_expected_tokens_of_a_round_are_those_of_the_runners_loop(measured, head, recipe):
+def test_the_expected_tokens_of_a_round_equal_those_of_the_runners_loop(measured, head, recipe):
     plan = plan_of(head, qlinear=recipe, draft_qlinear=recipe if recipe == "none" else "8da8w")
     fit = measured.fit(plan)
     expected = fit.of(fit.file)

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub, against a stand-in for it: found, downloaded, or refused in a line."""
+"""Names on the Hugging Face hub are found and downloaded, or refused in one line; a stand-in for the hub answers."""
 
 import json
 import os
@@ -31,7 +31,7 @@ KEPT = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_co
 
 
 def refused(*args) -> str:
-    """The one line of a command that changes nothing here."""
+    """Return the one error line of a command that must leave the folder unchanged."""
     result = CliRunner().invoke(export_main, [str(arg) for arg in args])
     assert result.exit_code == 1
     assert not any(Path.cwd().iterdir())
@@ -65,12 +65,12 @@ def same_files(folder: Path, original: Path) -> bool:
         ("org/", None),
     ],
 )
-def test_what_is_a_name_on_the_hub(text, name):
+def test_hub_names_are_distinguished_from_paths(text, name):
     assert hub_name(text) == name
     assert name is None or str(name) == text
 
 
-def test_a_path_that_is_there_is_no_name_on_the_hub(hub):
+def test_an_existing_path_is_not_read_as_a_hub_name(hub):
     for name, folder in ((TARGET, TINY.checkpoint), (HEAD, TINY.draft)):
         shutil.copytree(folder, name)
     given = flags()
@@ -79,7 +79,7 @@ def test_a_path_that_is_there_is_no_name_on_the_hub(hub):
     assert hub.requests == []
 
 
-def test_only_the_files_that_are_read_are_downloaded(hub, tmp_path):
+def test_only_files_that_an_export_reads_are_downloaded(hub, tmp_path):
     folder = Path(shutil.copytree(TINY.checkpoint, tmp_path / "full"))
     weights = (folder / "model.safetensors").read_bytes()
     for name in ("pytorch_model.bin", "consolidated.safetensors", "tiny.gguf", "onnx/model.safetensors", "README.md"):
@@ -118,7 +118,7 @@ def test_of_a_sharded_checkpoint_the_files_of_its_index_are_downloaded(hub_pair,
     assert find_sources(flags("org/sharded")).missing[0].missing == (files[1],)
 
 
-def test_what_the_cache_has_is_used_and_nobody_is_asked(hub_pair):
+def test_cached_files_are_used_without_a_request(hub_pair):
     fetched(flags())
     hub_pair.requests.clear()
     sources = find_sources(flags())
@@ -127,7 +127,7 @@ def test_what_the_cache_has_is_used_and_nobody_is_asked(hub_pair):
     assert hub_pair.requests == []
 
 
-def test_the_cache_serves_offline(hub_pair, monkeypatch):
+def test_cached_files_are_used_offline(hub_pair, monkeypatch):
     fetched(flags())
     hub_pair.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -137,7 +137,7 @@ def test_the_cache_serves_offline(hub_pair, monkeypatch):
 
 @pytest.fixture
 def left_by_another_tool(hub_pair):
-    """A cache as a tool leaves it that fetches file by file: it does not say which files a repository has."""
+    """A cache left by a tool that fetches single files, without the list of the repository's files."""
     fetched(flags(TINY.checkpoint))
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         hf_hub_download(TARGET, name)
@@ -145,13 +145,13 @@ def left_by_another_tool(hub_pair):
     return hub_pair
 
 
-def test_what_another_tool_left_in_the_cache_is_completed(left_by_another_tool):
+def test_a_partial_cache_of_another_tool_is_completed(left_by_another_tool):
     assert set(find_sources(flags()).missing[0].missing) == KEPT - {"config.json", "tokenizer.json"}
     assert names_in(fetched(flags()).checkpoint) > KEPT
     assert left_by_another_tool.asked("model.safetensors") == []
 
 
-def test_what_another_tool_left_in_the_cache_serves_where_nobody_answers(left_by_another_tool, monkeypatch):
+def test_a_partial_cache_of_another_tool_is_used_if_the_hub_does_not_answer(left_by_another_tool, monkeypatch):
     left_by_another_tool.down = True
     assert not find_sources(flags()).missing
     assert "answered 503" in refused("--checkpoint", "org/other", "--draft", HEAD, *CPU)
@@ -162,7 +162,7 @@ def test_what_another_tool_left_in_the_cache_serves_where_nobody_answers(left_by
 
 
 @pytest.mark.parametrize(("said", "how"), [("HF_HUB_OFFLINE is set", "offline"), ("cannot be reached", "no server")])
-def test_offline_without_the_cache_is_said(said, how, hub_pair, monkeypatch):
+def test_missing_files_offline_are_refused_with_the_reason(said, how, hub_pair, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "offline")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     line = refused("--checkpoint", TARGET, "--draft", HEAD, *CPU)
@@ -191,7 +191,7 @@ def test_a_revision_is_its_own_checkpoint_and_its_commit_is_recorded(hub_pair, t
     assert make_plan(fetched(flags())).eos_ids != (1, 5)
 
 
-def test_a_branch_that_moved_is_fetched_by_the_commit_of_its_plan(hub_pair, tmp_path):
+def test_weights_are_fetched_at_the_plans_commit_even_if_the_branch_moved(hub_pair, tmp_path):
     sources = find_sources(flags())
     newer = Path(shutil.copytree(TINY.checkpoint, tmp_path / "newer"))
     (newer / "generation_config.json").write_text("{}")
@@ -211,7 +211,7 @@ def test_a_branch_that_moved_is_fetched_by_the_commit_of_its_plan(hub_pair, tmp_
     ],
 )
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
-def test_what_is_not_on_the_hub_is_said(typed, says, dry, hub_pair):
+def test_names_that_are_not_on_the_hub_are_refused_with_the_reason(typed, says, dry, hub_pair):
     line = refused("--checkpoint", typed, "--draft", HEAD, *CPU, *dry)
     assert says in line
 
@@ -228,7 +228,7 @@ def test_a_gated_repository_says_where_to_ask_and_is_read_with_a_token(hub_pair,
     assert same_files(fetched(flags()).checkpoint, TINY.checkpoint)
 
 
-def test_a_connection_that_is_cut_goes_on_where_it_was(hub_pair, monkeypatch):
+def test_an_interrupted_download_continues_where_it_stopped(hub_pair, monkeypatch):
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
     whole = (TINY.checkpoint / "model.safetensors").stat().st_size
     hub_pair.cut["model.safetensors"] = whole // 2
@@ -241,13 +241,13 @@ def test_a_connection_that_is_cut_goes_on_where_it_was(hub_pair, monkeypatch):
 
 
 @pytest.mark.parametrize("told", [1000, 20_000_000])
-def test_a_file_that_is_not_as_long_as_the_hub_says_is_refused(told, hub_pair):
+def test_a_download_whose_length_differs_from_the_header_is_refused(told, hub_pair):
     hub_pair.told_sizes["model.safetensors"] = told
     line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU)
     assert "model.safetensors" in line and str(told) in line
 
 
-def test_a_file_that_is_not_as_long_as_it_is_listed_is_refused(hub_pair):
+def test_a_download_whose_length_differs_from_the_listing_is_refused(hub_pair):
     hub_pair.listed_sizes["model.safetensors"] = 20_000_000
     for _ in range(2):  # what came stays in the cache
         line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU)
@@ -260,7 +260,7 @@ def test_a_header_of_more_than_the_file_has_is_refused_in_a_dry_run(hub_pair):
     assert "has 1000 bytes on the hub, its header describes" in line
 
 
-def test_a_disk_without_room_is_said_before_the_download(hub_pair):
+def test_a_full_disk_is_reported_before_the_download(hub_pair):
     hub_pair.told_sizes["model.safetensors"] = 10**15
     line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU)
     assert "the download takes 1,000,000.0 GB" in line and "HF_HOME" in line
@@ -276,7 +276,7 @@ def test_a_wrong_pair_is_refused_before_the_weights_are_downloaded(hub_pair, tmp
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))
 
 
-def test_of_a_target_by_name_the_repository_and_the_head_are_the_entrys():
+def test_a_target_by_name_has_the_repository_and_the_head_of_its_entry():
     spec = TARGETS["llama3.1-8B"]
     named, given = names_of(flags(None, None, "llama3.1-8B"))
     assert named == {"checkpoint": HubName(spec.repository), "draft": HubName(spec.heads[0])}
@@ -285,7 +285,7 @@ def test_of_a_target_by_name_the_repository_and_the_head_are_the_entrys():
 
 @pytest.mark.parametrize("typed", ["2", "EAGLE3-LLaMA3.1-Instruct-8B", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"])
 @pytest.mark.parametrize("target", ["llama3.1-8B", "auto"])
-def test_a_head_by_number_by_name_or_in_full(typed, target):
+def test_a_head_is_chosen_by_number_by_name_or_by_full_repository(typed, target):
     checkpoint = None if target != "auto" else "meta-llama/Llama-3.1-8B-Instruct"
     named, given = names_of(flags(checkpoint, typed, target))
     assert named["draft"] == HubName("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
@@ -301,20 +301,21 @@ def test_a_head_by_number_by_name_or_in_full(typed, target):
         ("phi4", None, "no draft head is known for phi4: type --draft FOLDER or ORG/NAME, --draft none"),
     ],
 )
-def test_a_head_that_the_entry_has_not_is_said(target, draft, says):
+def test_a_head_that_the_targets_entry_lacks_is_refused(target, draft, says):
     with pytest.raises(ValueError, match=says):
         names_of(flags(None, draft, target))
 
 
 @pytest.fixture
 def named(hub_pair, monkeypatch):
-    """qwen3-4B's entry names repositories of a random checkpoint of its kind; its head is the shipped one's."""
+    """Let qwen3-4B's entry name the repository of a random checkpoint of its family, and a head like the shipped
+    one."""
     hub_pair.add(TARGETS["qwen3-4B"].repository, TINY.checkpoint)
     hub_pair.add(TARGETS["qwen3-4B"].heads[0], TINY.draft)
     return hub_pair
 
 
-def test_what_a_target_names_is_fetched_when_it_is_asked_for(named):
+def test_a_named_targets_repositories_are_fetched_only_with_download(named):
     named_flags = ("--target-model", "qwen3-4B", *CPU)
     line = refused(*named_flags)
     assert "Qwen/Qwen3-4B (10.8 MB) and AngelSlim/Qwen3-4B_eagle3 (3.8 MB), not in the cache" in line
@@ -328,7 +329,7 @@ def test_what_a_target_names_is_fetched_when_it_is_asked_for(named):
     assert named.requests == []
 
 
-def test_a_target_by_name_takes_a_checkpoint_of_ones_own_and_a_head_of_its_entry(named):
+def test_a_named_target_accepts_an_own_checkpoint_with_a_head_of_its_entry(named):
     given = flags(TINY.checkpoint, None, "qwen3-4B")
     with pytest.raises(FileNotFoundError, match=r"takes AngelSlim/Qwen3-4B_eagle3 \(3.8 MB\), not in the cache"):
         find_sources(given)
@@ -337,7 +338,7 @@ def test_a_target_by_name_takes_a_checkpoint_of_ones_own_and_a_head_of_its_entry
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_a_gguf_file_of_a_repository_with_the_configuration_of_another(split, hub_pair, tmp_path):
+def test_a_gguf_file_on_the_hub_uses_the_config_of_another_repository(split, hub_pair, tmp_path):
     folder = tmp_path / "gguf"
     folder.mkdir()
     name = "q/tiny-00001-of-00002.gguf" if split else "tiny-Q8_0.gguf"
@@ -362,7 +363,7 @@ def test_a_gguf_file_of_a_repository_with_the_configuration_of_another(split, hu
         run_command(export_main, *given, "--dry-run")
 
 
-def test_a_pickled_checkpoint_is_downloaded_for_a_dry_run_when_it_is_asked_for(hub_pair, tmp_path):
+def test_a_pickled_checkpoint_is_downloaded_for_a_dry_run_with_download(hub_pair, tmp_path):
     import torch
 
     folder = Path(shutil.copytree(TINY.draft, tmp_path / "pickled"))
@@ -390,7 +391,7 @@ def test_a_repository_without_weights_says_what_it_has(spoil, hub_pair, tmp_path
 @pytest.mark.parametrize(
     ("file", "says"), [("eagle3.gguf", "GGUF heads are not read"), ("params.json", "Mistral's own")]
 )
-def test_a_head_in_a_form_that_is_not_read_is_named(file, says, hub_pair, tmp_path):
+def test_a_hub_head_in_an_unsupported_format_is_named(file, says, hub_pair, tmp_path):
     (tmp_path / "head").mkdir()
     for name in (file, "consolidated.safetensors"):
         (tmp_path / "head" / name).write_bytes(b"{}")
@@ -399,14 +400,14 @@ def test_a_head_in_a_form_that_is_not_read_is_named(file, says, hub_pair, tmp_pa
         assert says in refused("--target-model", "gemma4-tiny", "--draft", name, *CPU)
 
 
-def test_where_only_paths_are_typed_nobody_is_asked(hub_pair, monkeypatch):
+def test_the_hub_is_not_asked_if_only_paths_are_given(hub_pair, monkeypatch):
     given = ("--checkpoint", TINY.checkpoint, "--draft", TINY.draft, *CPU, "--dry-run")
     run_command(export_main, *given, "--download")
     run_command(export_main, "--target-model", "gemma4-tiny", *CPU, "--dry-run")
     assert hub_pair.requests == []
 
 
-def test_the_target_of_a_checkpoint_is_auto_and_of_nothing_a_usage_error(hub_pair):
+def test_the_target_is_auto_with_a_checkpoint_and_a_usage_error_without_one(hub_pair):
     code, line = fail_command(export_main, "--backend", "xnnpack")
     assert code == 2 and "--target-model" in line and "--checkpoint" in line
 
@@ -422,11 +423,11 @@ def test_the_target_of_a_checkpoint_is_auto_and_of_nothing_a_usage_error(hub_pai
         ("auto", "/models/my.gguf", "cuda", "sm_80", "my-cuda-sm_80"),
     ],
 )
-def test_the_name_of_an_output_folder(target, checkpoint, backend, arch, name):
+def test_the_default_output_folder_is_named_after_target_and_backend(target, checkpoint, backend, arch, name):
     assert output_name(target, checkpoint and Path(checkpoint), backend, arch) == Path(name)
 
 
-def test_an_output_folder_by_default_is_not_written_over(hub_pair):
+def test_an_existing_default_output_folder_is_not_overwritten(hub_pair):
     made = Path("gemma4-tiny-xnnpack")
     made.mkdir()
     (made / "mine.txt").write_text("mine")
@@ -434,7 +435,7 @@ def test_an_output_folder_by_default_is_not_written_over(hub_pair):
     assert code == 1 and f"{made} is not empty" in line
 
 
-def test_the_list_of_targets_has_repositories_and_heads():
+def test_list_targets_shows_repositories_and_heads():
     text = run_command(export_main, "--list-targets").stdout
     assert "google/gemma-4-31B-it" in text and "--draft 1  RedHatAI/gemma-4-31B-it-speculator.eagle3" in text
     listed = json.loads(run_command(export_main, "--list-targets", "--json").stdout)
@@ -456,15 +457,15 @@ def test_a_shipped_head_is_chosen_by_its_number_or_name():
     assert code == 1 and "--draft 9: gemma4-tiny has 4 heads: eagle3-export --list-targets lists them" in line
 
 
-def test_every_entry_names_repositories_in_their_form():
+def test_every_target_entry_names_repositories_in_the_right_form():
     for spec in TARGETS.values():
         for name in (*spec.heads, *filter(None, [spec.repository])):
             assert hub_name(name) == HubName(name)
         assert len(set(spec.heads)) == len(spec.heads)
 
 
-def test_the_environment_of_the_hub_is_heeded(hub_pair, tmp_path):
-    """HF_ENDPOINT, HF_HOME and HF_TOKEN work in a process of its own."""
+def test_the_hubs_environment_variables_are_used(hub_pair, tmp_path):
+    """HF_ENDPOINT, HF_HOME and HF_TOKEN are tried in a process of its own."""
     hub_pair.gated.add(TARGET)
     heeded = {"HF_ENDPOINT": hub_pair.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
     command = [sys.executable, "-m", "eagle3.export.cli", "--checkpoint", TARGET, "--draft", HEAD, *CPU[:2], "--json"]

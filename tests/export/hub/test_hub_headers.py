@@ -1,4 +1,4 @@
-"""A dry run of names on the hub: few bytes are fetched, and the plan is that of the files themselves."""
+"""A dry run of names on the hub fetches few bytes, and its plan equals that of the complete files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from eagle3.targets import TARGETS
 TINY = TARGETS["gemma4-tiny"]
 
 
-def test_the_command_alone_plans_gemma4_31b_from_2_mb_of_67_gb(published, gemma4_31b):
+def test_a_dry_run_plans_gemma4_31b_from_2_mb_of_67_gb(published, gemma4_31b):
     (target, target_bytes), (_, head_bytes) = gemma4_31b
     text = run_command(export_main, "--target-model", "gemma4-31B", "--dry-run").stdout
     assert published.bytes < 2_000_000
@@ -50,7 +50,7 @@ def test_the_command_alone_plans_gemma4_31b_from_2_mb_of_67_gb(published, gemma4
     ],
 )
 def test_a_head_of_each_kind_with_the_published_shapes_fits_gemma4_31b(kind, says, gemma4_31b, tmp_path):
-    """Its twin too: a small copy of four layers once differed by float32's rounding alone, and was refused."""
+    """The twin check passes too. It once refused a small copy of four layers that differed only by float32 rounding."""
     (target, _), _ = gemma4_31b
     save_head(tmp_path / kind, HEADS[kind](gemma4_config(60)))
     given = "--checkpoint", target, "--draft", tmp_path / kind, "--cuda-arch", "sm_90", "--dry-run"
@@ -58,7 +58,7 @@ def test_a_head_of_each_kind_with_the_published_shapes_fits_gemma4_31b(kind, say
     assert says in text and "fits H100 (80 GiB)" in text
 
 
-def test_a_real_export_of_it_asks_first_and_says_the_sizes(published):
+def test_an_export_without_download_is_refused_with_the_sizes(published):
     code, line = fail_command(export_main, "--target-model", "gemma4-31B", "--cuda-arch", "sm_90")
     assert code == 1
     assert "google/gemma-4-31B-it (61." in line and "--download" in line and "--dry-run" in line
@@ -66,7 +66,7 @@ def test_a_real_export_of_it_asks_first_and_says_the_sizes(published):
     assert not Path(constants.HF_HUB_CACHE).exists()
 
 
-def test_the_plan_by_headers_is_that_of_the_files(hub_pair):
+def test_the_plan_from_headers_equals_that_from_files(hub_pair):
     with find_sources(replace(flags(), dry_run=True)).local() as here:
         by_headers = make_plan(here)
         assert not (here.checkpoint / "tokenizer.json").exists()
@@ -90,20 +90,20 @@ def test_a_head_whose_map_is_of_another_vocabulary_is_refused_by_its_values(hub_
 
 
 def by_headers(hub: StandInHub, name: str, folder: Path):
-    """Return what a dry run reads of a repository's tensors."""
+    """Return the tensors of a repository as a dry run reads them."""
     hub.add(name, folder)
     with find_sources(flags(name, TINY.draft, dry_run=True)).local() as here:
         return open_source(here.checkpoint).headers()
 
 
 @pytest.mark.parametrize("name", packed("compressed_tensors") + packed("awq"))
-def test_headers_of_packed_checkpoints_are_those_of_the_files(name, hub):
+def test_fetched_headers_of_packed_checkpoints_equal_those_of_the_files(name, hub):
     files = open_source(GOLDEN / name).headers()
     assert by_headers(hub, "org/packed", GOLDEN / name) == files
 
 
 @pytest.mark.parametrize("name", packed("gptq"))
-def test_a_checkpoint_whose_plan_needs_values_is_not_guessed(name, hub):
+def test_a_dry_run_refuses_a_checkpoint_whose_plan_needs_values(name, hub):
     with pytest.raises(ValueError, match="needs the values of .*: type --download") as refused:
         by_headers(hub, "org/packed", GOLDEN / name)
     assert needs_values(refused.value)
@@ -111,7 +111,7 @@ def test_a_checkpoint_whose_plan_needs_values_is_not_guessed(name, hub):
     assert open_source(here.checkpoint).headers() == open_source(GOLDEN / name).headers()
 
 
-def test_mxfp4_and_what_torchao_quantized_are_known_by_their_headers(hub, tmp_path):
+def test_mxfp4_and_torchao_checkpoints_are_recognized_by_their_headers(hub, tmp_path):
     mxfp4_checkpoint(tmp_path / "mxfp4")
     (tmp_path / "torchao").mkdir()
     weights = {"a.weight": random_weight(torch.Size((64, 256)), QuantConfig(4, 32, True, "min_max"))}
@@ -123,7 +123,7 @@ def test_mxfp4_and_what_torchao_quantized_are_known_by_their_headers(hub, tmp_pa
         assert name == "mxfp4" or files["a.weight"].quantized
 
 
-def test_values_that_were_not_fetched_are_refused(hub_pair):
+def test_reading_values_that_were_not_fetched_is_refused(hub_pair):
     with find_sources(flags(dry_run=True)).local() as here:
         source = open_source(here.draft)
         assert source.tensor("d2t").equal(load_file(TINY.draft / "model.safetensors")["d2t"])
@@ -133,7 +133,7 @@ def test_values_that_were_not_fetched_are_refused(hub_pair):
     assert not here.draft.exists()
 
 
-def test_what_is_partly_in_the_cache_is_not_fetched_again(hub_pair):
+def test_headers_of_partly_cached_checkpoints_are_not_fetched_again(hub_pair):
     (fetched(flags()).checkpoint / "tokenizer.json").unlink()
     hub_pair.requests.clear()
     with find_sources(flags(dry_run=True)).local() as here:
@@ -142,7 +142,7 @@ def test_what_is_partly_in_the_cache_is_not_fetched_again(hub_pair):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_tokenizers_that_a_dry_run_does_not_compare_are_told_of(own, hub_pair, tmp_path):
+def test_a_dry_run_reports_tokenizers_that_it_does_not_compare(own, hub_pair, tmp_path):
     folder = tmp_path / "with-tokenizer"
     folder.mkdir()
     for file in TINY.draft.iterdir():

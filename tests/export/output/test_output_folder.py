@@ -1,4 +1,5 @@
-"""The artifact's folder appears whole or not at all, what was there is never lost, and one export writes at a time."""
+"""The artifact's folder appears complete or not at all, an earlier folder is never lost, and one export writes at a
+time."""
 
 import json
 import logging
@@ -30,14 +31,14 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_new_artifact_takes_the_old_ones_place(tmp_path):
+def test_a_new_artifact_replaces_the_old_one(tmp_path):
     make(tmp_path / "out", "old")
     make(tmp_path / "out", "new", overwrite=True)
     assert (tmp_path / "out" / MODEL_FILE).read_text() == "new"
     assert names(tmp_path) == ["out"]
 
 
-def test_what_came_meanwhile_is_not_replaced(tmp_path):
+def test_a_folder_that_appeared_during_the_export_is_not_replaced(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(FileExistsError, match="--overwrite"), whole_folder(out, overwrite=False) as partial:
         (partial / MODEL_FILE).write_text("new")
@@ -49,7 +50,7 @@ def test_what_came_meanwhile_is_not_replaced(tmp_path):
 
 @pytest.mark.parametrize("fails_at", [1, 2])
 @pytest.mark.parametrize("after", [True, False], ids=["after the rename", "before the rename"])
-def test_a_failure_within_the_swap_brings_the_old_one_back(fails_at, after, tmp_path, monkeypatch):
+def test_a_failed_swap_restores_the_old_artifact(fails_at, after, tmp_path, monkeypatch):
     make(tmp_path / "out", "old")
     calls = []
 
@@ -85,7 +86,7 @@ def test_only_an_artifact_is_ever_replaced(tmp_path):
 
 
 def forge(out: Path, **files) -> None:
-    """A record that lists whatever is in ``out``; ``files`` are the entries of a truthful one, changed."""
+    """Write a record that lists all files in ``out``; ``files`` replace its correct entries."""
     listed = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path.read_bytes()).hexdigest()}
         for path in out.iterdir()
@@ -116,7 +117,7 @@ def test_a_forged_record_does_not_make_a_file_ours(entry, says, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
-def test_a_record_cannot_list_what_no_export_writes(kind, tmp_path):
+def test_a_record_that_lists_files_of_no_export_is_invalid(kind, tmp_path):
     out = tmp_path / "out"
     make(out, "old")
     (tmp_path / "elsewhere").write_text("mine")
@@ -130,7 +131,7 @@ def test_a_record_cannot_list_what_no_export_writes(kind, tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"null", b'{"files": []}', b'{"files": {"a": 1}}', b"[" * 10_000, b"\xff"]
 )
-def test_a_garbled_record_is_none(content, tmp_path):
+def test_a_garbled_record_does_not_make_a_folder_an_artifact(content, tmp_path):
     out = tmp_path / "out"
     make(out, "old")
     (out / "export.json").write_bytes(content)
@@ -149,7 +150,7 @@ def test_an_artifact_that_changed_during_the_export_is_not_replaced(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-def test_files_are_hashed_once_where_nothing_changed(tmp_path, monkeypatch):
+def test_unchanged_files_are_hashed_only_once(tmp_path, monkeypatch):
     make(tmp_path / "out", "old")
     hashed = []
     monkeypatch.setattr(output_folder, "sha256", lambda path: hashed.append(path) or sha256(b"old").hexdigest())
@@ -158,7 +159,7 @@ def test_files_are_hashed_once_where_nothing_changed(tmp_path, monkeypatch):
     assert hashed == [tmp_path / "out" / MODEL_FILE]
 
 
-def test_the_sha256_of_a_program_is_that_of_the_files_written(tmp_path):
+def test_the_recorded_sha256_of_a_program_is_that_of_the_written_file(tmp_path):
     class Data(list):
         def write_to_file(self, file):
             for part in self:
@@ -175,7 +176,7 @@ def test_the_sha256_of_a_program_is_that_of_the_files_written(tmp_path):
     assert files["weights.ptd"] == {"bytes": 3 + (1 << 20), "sha256": digests["weights.ptd"]}
 
 
-def test_an_empty_folder_is_taken_with_its_permissions(tmp_path):
+def test_an_empty_output_folder_is_used_with_its_permissions(tmp_path):
     out = tmp_path / "out"
     out.mkdir(mode=0o700)
     make(out, "new")
@@ -200,7 +201,7 @@ def test_the_working_folder_and_what_contains_it_are_refused_at_once(given, tmp_
     check_output(folder / "NAME", overwrite=False)
 
 
-def test_a_working_folder_that_is_gone_is_no_matter(tmp_path, monkeypatch):
+def test_a_deleted_working_folder_does_not_stop_an_export(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -208,7 +209,7 @@ def test_a_working_folder_that_is_gone_is_no_matter(tmp_path, monkeypatch):
     assert names(tmp_path) == ["out"]
 
 
-def test_a_mount_point_is_refused_at_once(tmp_path, monkeypatch):
+def test_a_mount_point_as_output_folder_is_refused_at_once(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(output_folder.os.path, "ismount", lambda path: path == tmp_path / "out")
     with pytest.raises(OSError, match="mount point.*--output-dir .*/out/NAME"):
@@ -224,7 +225,7 @@ MOUNT = ("unshare", "--mount", "--map-root-user")
     reason="no mounts here",
 )
 @pytest.mark.parametrize("kind", ["-t tmpfs none", "--bind {0}/of"])
-def test_a_real_mount_is_refused_before_anything_heavy_is_imported(kind, tmp_path):
+def test_a_real_mount_point_is_refused_before_heavy_imports(kind, tmp_path):
     out = tmp_path / "with space"
     for folder in (out, tmp_path / "of"):
         folder.mkdir()
@@ -240,7 +241,7 @@ def test_a_real_mount_is_refused_before_anything_heavy_is_imported(kind, tmp_pat
     assert done.stdout == "[]\n"
 
 
-def test_a_parent_that_cannot_be_is_refused_at_once(tmp_path, monkeypatch):
+def test_an_output_folder_with_an_invalid_parent_is_refused_at_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
     for folder in (tmp_path / "file" / "out", tmp_path / "file" / "a" / "out"):
         with pytest.raises(OSError, match="file is a file, so .* --output-dir"):
@@ -255,7 +256,7 @@ def test_a_parent_that_cannot_be_is_refused_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_a_library_makes_another_error_of_still_interrupts(number, tmp_path, caplog):
+def test_a_signal_that_a_library_turns_into_another_error_still_interrupts(number, tmp_path, caplog):
     with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "out", False):
         try:
             signal.raise_signal(number)
@@ -281,7 +282,7 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
 
 
 def elsewhere(out: Path, *commands: str, overwrite=False) -> subprocess.Popen:
-    """Another process that is writing ``out`` and does ``commands`` there; it has begun when this returns."""
+    """Start another process that writes ``out`` and runs ``commands`` there; it has begun when this returns."""
     program = (
         "import sys, os, signal\nfrom pathlib import Path\nfrom eagle3.export.output import folder\n"
         f"with folder.whole_folder(Path(sys.argv[1]), {overwrite}) as partial:\n"
@@ -295,7 +296,7 @@ def elsewhere(out: Path, *commands: str, overwrite=False) -> subprocess.Popen:
     return process
 
 
-def test_a_second_export_is_refused_at_its_start_and_the_first_goes_on(tmp_path):
+def test_a_second_export_to_a_folder_is_refused_and_the_first_continues(tmp_path):
     out = tmp_path / "out"
     other = elsewhere(out)
     with pytest.raises(BlockingIOError, match=f"{out} .process {other.pid}, .*--output-dir"):
@@ -307,13 +308,13 @@ def test_a_second_export_is_refused_at_its_start_and_the_first_goes_on(tmp_path)
     assert names(tmp_path) == ["beside", "out"]
 
 
-def test_within_one_process_as_well(tmp_path):
+def test_a_second_export_in_the_same_process_is_refused(tmp_path):
     with whole_folder(tmp_path / "out", False), pytest.raises(BlockingIOError):
         make(tmp_path / "out", "second")
     assert (tmp_path / "out").is_dir()
 
 
-def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
+def test_the_next_export_removes_leftovers_of_a_killed_one(tmp_path):
     out = tmp_path / "out"
     other = elsewhere(out)
     other.send_signal(signal.SIGKILL)
@@ -336,7 +337,7 @@ KILL_BETWEEN_THE_RENAMES = (
 
 
 @pytest.mark.parametrize("what", [{}, {"overwrite": True}])
-def test_an_artifact_that_a_killed_export_put_aside_comes_back(what, tmp_path):
+def test_an_artifact_set_aside_by_a_killed_export_is_restored(what, tmp_path):
     out = tmp_path / "out"
     make(out, "old")
     other = elsewhere(out, *KILL_BETWEEN_THE_RENAMES, overwrite=True)
@@ -353,7 +354,7 @@ def test_an_artifact_that_a_killed_export_put_aside_comes_back(what, tmp_path):
 
 
 @pytest.mark.parametrize("there", ["an empty folder", "a new artifact", "something else"])
-def test_what_was_put_aside_goes_only_where_a_new_artifact_stands(there, tmp_path):
+def test_an_artifact_set_aside_is_removed_only_if_a_new_one_exists(there, tmp_path):
     out, aside = tmp_path / "out", tmp_path / ".out.replaced-12345-abcdefgh"
     make(out, "old")
     out.rename(aside)
@@ -371,7 +372,7 @@ def test_what_was_put_aside_goes_only_where_a_new_artifact_stands(there, tmp_pat
 
 
 @pytest.mark.parametrize("how", ["no fcntl", "no locks", "no descriptor"])
-def test_where_there_are_no_locks_nothing_is_refused_and_nothing_removed(how, tmp_path, monkeypatch):
+def test_without_file_locks_nothing_is_refused_or_removed(how, tmp_path, monkeypatch):
     def unsupported(*args):
         raise OSError(95, "Operation not supported")
 
@@ -389,7 +390,7 @@ def test_where_there_are_no_locks_nothing_is_refused_and_nothing_removed(how, tm
     assert names(tmp_path) == [left.name, "out", "second"]
 
 
-def test_a_lock_of_someone_elses_on_the_parent_does_not_hold_an_export_up(tmp_path, monkeypatch):
+def test_a_foreign_lock_on_the_parent_folder_does_not_delay_an_export(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE", 0.2)
     script = 'flock "$0" sh -c "echo held; read line"'
     holder = subprocess.Popen(["sh", "-c", script, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -401,7 +402,7 @@ def test_a_lock_of_someone_elses_on_the_parent_does_not_hold_an_export_up(tmp_pa
 
 
 @pytest.mark.parametrize(("files", "says"), [({"tokenizer.json": {}}, "--prompt TEXT"), ({}, "--prompt-tokens 1,2,3")])
-def test_what_comes_next_is_what_the_artifact_can_do(files, says, tmp_path):
+def test_the_suggested_next_commands_fit_the_artifact(files, says, tmp_path):
     for name in files:
         (tmp_path / name).write_text("{}")
     plan = SimpleNamespace(config=SimpleNamespace(folder=tmp_path))
@@ -419,7 +420,7 @@ def test_a_linked_folder_stays_a_link(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 @pytest.mark.parametrize("through_a_compiler", [False, True])
-def test_a_full_disk_is_named_with_what_is_needed_and_what_is_free(tmp_path, through_a_compiler):
+def test_a_full_disk_is_reported_with_the_needed_and_the_free_bytes(tmp_path, through_a_compiler):
     def write():
         if not through_a_compiler:
             with open("/dev/full", "wb", buffering=0) as file:
@@ -435,6 +436,6 @@ def test_a_full_disk_is_named_with_what_is_needed_and_what_is_free(tmp_path, thr
     assert names(tmp_path) == []
 
 
-def test_other_failures_pass_as_they_are(tmp_path):
+def test_other_write_errors_are_raised_unchanged(tmp_path):
     with pytest.raises(KeyError, match="other"), full_disk_named(tmp_path / "out", 1):
         raise KeyError("other")

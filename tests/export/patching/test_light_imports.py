@@ -1,4 +1,4 @@
-"""A plan imports little: none of the compilers, and what it puts off is the real thing when it is used."""
+"""A plan imports no compiler, and a deferred import gives the real module when it is used."""
 
 import json
 import subprocess
@@ -8,12 +8,12 @@ HEAVY = ["torch._dynamo.utils", "torch._inductor", "torch.distributed.tensor", "
 
 
 def printed_by(code: str) -> list:
-    """Return what a process that runs ``code`` prints last, a JSON list."""
+    """Return the JSON list that a process running ``code`` prints last."""
     lines = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
     return json.loads(lines.splitlines()[-1])
 
 
-def test_a_dry_run_imports_no_compiler():
+def test_a_dry_run_for_cuda_imports_no_compiler():
     code = f"""
 import json, sys
 from eagle3.export.cli import main
@@ -26,7 +26,7 @@ except SystemExit as left:
     assert printed_by(code) == [0]
 
 
-def test_what_was_put_off_is_there_when_it_is_used():
+def test_a_deferred_module_is_imported_when_it_is_used():
     code = """
 import json, sys
 from eagle3.export.patching.light_imports import PATCHED, imported_lightly
@@ -44,7 +44,7 @@ print(json.dumps([*late, all(original(name)() for name in PATCHED)]))
     assert printed_by(code) == [True, True, False, True, True, False, False, True]
 
 
-def test_without_use_the_stand_in_is_gone_afterwards():
+def test_an_unused_deferred_module_is_removed_afterwards():
     code = """
 import json, sys
 from eagle3.export.patching.light_imports import imported_lightly

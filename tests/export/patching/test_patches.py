@@ -1,4 +1,5 @@
-"""The register of patches: each is there in the installed packages, is put back, and is the only way to replace."""
+"""Each patch of the register applies to the installed packages and is removed afterwards, and code is replaced only by
+the register."""
 
 import ast
 import importlib.metadata
@@ -18,7 +19,7 @@ SOURCES = [path for top in ("export", "runner", "targets") for path in (ROOT / t
 
 
 @pytest.mark.parametrize("name", PATCHES)
-def test_a_patch_applies_alone_to_the_installed_versions_and_is_put_back(name):
+def test_each_patch_applies_alone_to_the_installed_versions_and_is_removed(name):
     owner, attribute = patches._owner(name), name.rpartition(".")[2]
     before = vars(owner).get(attribute)
     value = getattr(owner, attribute, None)  # as it is: nothing changes for what else runs in this process
@@ -27,7 +28,7 @@ def test_a_patch_applies_alone_to_the_installed_versions_and_is_put_back(name):
     assert vars(owner).get(attribute) is before
 
 
-def test_a_name_that_upstream_no_longer_has_is_said(monkeypatch):
+def test_a_name_that_upstream_removed_is_reported(monkeypatch):
     monkeypatch.setitem(PATCHES, "torch._inductor.graph.no_such_name", Patch("a reason"))
     monkeypatch.setitem(PATCHES, "torch._inductor.graph.NoSuchClass.method", Patch("a reason"))
     for name in ("torch._inductor.graph.no_such_name", "torch._inductor.graph.NoSuchClass.method"):
@@ -40,7 +41,7 @@ def test_a_name_that_upstream_no_longer_has_is_said(monkeypatch):
         pass
 
 
-def test_what_was_replaced_is_put_back_after_a_failure_and_a_static_method_stays_one(monkeypatch):
+def test_replaced_attributes_are_restored_after_a_failure_and_static_methods_stay_static(monkeypatch):
     class Owner:
         @staticmethod
         def kept(x):
@@ -54,7 +55,7 @@ def test_what_was_replaced_is_put_back_after_a_failure_and_a_static_method_stays
     assert vars(Owner)["kept"] is stored
 
 
-def test_items_of_a_table_are_put_back(monkeypatch):
+def test_replaced_items_of_a_table_are_restored(monkeypatch):
     table = {"kept": 1, "replaced": 2}
     monkeypatch.setitem(PATCHES, "here.table", Patch("a test"))
     with patches.with_items("here.table", {"replaced": 3, "new": 4}, table):
@@ -62,7 +63,7 @@ def test_items_of_a_table_are_put_back(monkeypatch):
     assert table == {"kept": 1, "replaced": 2}
 
 
-def test_every_patch_is_applied_somewhere_and_nothing_is_replaced_past_the_register():
+def test_every_patch_is_used_and_nothing_is_replaced_outside_the_register():
     texts = {path: path.read_text() for path in SOURCES if path.name != "patches.py"}
     whole = "\n".join(texts.values())
     assert [name for name in PATCHES if name.rpartition(".")[2] not in whole] == []
@@ -78,7 +79,7 @@ def test_every_patch_is_applied_somewhere_and_nothing_is_replaced_past_the_regis
 
 @pytest.mark.parametrize("package", FOR_CUDA)
 @pytest.mark.parametrize("version", ["2.12.1", "4.0.0"])
-def test_versions_that_were_not_tested_are_refused(monkeypatch, package, version):
+def test_untested_versions_of_patched_packages_are_refused(monkeypatch, package, version):
     real = importlib.metadata.version
     check_named_versions()
     monkeypatch.setattr("importlib.metadata.version", lambda name: version if name == package else real(name))
@@ -88,14 +89,14 @@ def test_versions_that_were_not_tested_are_refused(monkeypatch, package, version
             check()
 
 
-def test_every_package_of_a_patch_has_its_versions_checked():
+def test_the_versions_of_every_patched_package_are_checked():
     for_cpu = {name.split(".")[0] for name in PATCHES if ".xnnpack" in name or name.startswith("transformers")}
     assert for_cpu <= set(FOR_CPU)
     public = {"ruamel.yaml.YAML"}  # what is replaced in it is documented, so that it needs no certain version
     assert {name.split(".")[0] for name in PATCHES.keys() - public} <= {*FOR_CPU, *FOR_CUDA}
 
 
-def test_verbose_says_what_an_export_replaced(tmp_path, monkeypatch):
+def test_verbose_lists_the_patches_of_an_export(tmp_path, monkeypatch):
     monkeypatch.setattr("eagle3.export.pipeline.run_export", lambda *given: {})
     monkeypatch.setattr("eagle3.export.report.result_text", lambda *given: "")
     export = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--output-dir", tmp_path / "out")

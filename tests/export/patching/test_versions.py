@@ -1,4 +1,4 @@
-"""Other versions of PyTorch and its neighbours than those installed: what goes on, and what is refused in a line."""
+"""Versions of PyTorch and related packages other than the installed ones work, or are refused in one line."""
 
 import importlib.metadata
 import importlib.util
@@ -30,7 +30,7 @@ from eagle3.targets import spec_for
 from eagle3.targets.decoder_layers import past_name
 
 
-def test_the_analysis_of_kernels_by_its_name_in_pytorch_2_11(monkeypatch):
+def test_the_kernel_analysis_is_found_under_its_name_in_pytorch_2_11(monkeypatch):
     monkeypatch.delattr(triton_kernel_wrap, "identify_accessed_tensors")
     writes = SimpleNamespace(calls=0)
 
@@ -49,7 +49,7 @@ def test_the_analysis_of_kernels_by_its_name_in_pytorch_2_11(monkeypatch):
     assert writes.calls == 1 and triton_kernel_wrap.identify_mutated_tensors is identify_mutated_tensors
 
 
-def test_a_script_around_nvcc_leads_to_the_toolkit(monkeypatch, tmp_path):
+def test_the_cuda_toolkit_is_found_through_a_wrapper_script_of_nvcc(monkeypatch, tmp_path):
     toolkit = cuda_home()
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "nvcc"
@@ -69,7 +69,7 @@ def test_a_script_around_nvcc_leads_to_the_toolkit(monkeypatch, tmp_path):
             cuda_home()
 
 
-def test_a_source_tree_without_package_metadata(monkeypatch):
+def test_a_source_tree_without_package_metadata_has_a_version_text(monkeypatch):
     def nothing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -78,7 +78,7 @@ def test_a_source_tree_without_package_metadata(monkeypatch):
     assert CliRunner().invoke(run_main, ["--version"], prog_name="eagle3-run").output.endswith("not installed\n")
 
 
-def test_custom_ops_that_do_not_load_stop_no_cuda_artifact(host_artifact, monkeypatch):
+def test_a_cuda_artifact_runs_although_the_custom_ops_do_not_load(host_artifact, monkeypatch):
     def refuse(library):
         raise OSError("undefined symbol: _ZN3c10")
 
@@ -95,7 +95,7 @@ def test_custom_ops_that_do_not_load_stop_no_cuda_artifact(host_artifact, monkey
 
 
 @pytest.mark.parametrize(("version", "hosts"), [("2.10.1", False), ("2.11.0+cu130", True), ("2.14.0", False)])
-def test_a_pytorch_that_is_not_known_is_refused(monkeypatch, version, hosts):
+def test_an_unknown_pytorch_version_is_refused_as_host(monkeypatch, version, hosts):
     monkeypatch.setattr(torch, "__version__", version)
     if hosts:
         torch_host_checks.check_torch()
@@ -110,20 +110,20 @@ class MultimodalOutput(ModelOutput):
 
 
 class Taking(torch.nn.Module):
-    """A model of transformers from 5.24 on."""
+    """A model with the interface of transformers from 5.24 on."""
 
     def forward(self, tokens, cache=None, **given):
         return tokens
 
 
 class TakingPast(torch.nn.Module):
-    """The same before."""
+    """A model with the interface of transformers before 5.24."""
 
     def forward(self, tokens, past_key_values=None, **given):
         return tokens
 
 
-def test_a_cache_is_given_by_the_name_that_transformers_takes_without_a_warning():
+def test_the_cache_argument_has_the_name_that_transformers_accepts_without_a_warning():
     assert (past_name(Taking()), past_name(TakingPast())) == ("cache", "past_key_values")
     config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     with warnings.catch_warnings():
@@ -131,7 +131,7 @@ def test_a_cache_is_given_by_the_name_that_transformers_takes_without_a_warning(
         assert compare(spec_for("auto", "llama"), make_twin(config), seed=0).difference <= TOLERANCE
 
 
-def test_the_output_of_a_text_model_has_no_images_where_it_lacks_the_field():
+def test_the_output_of_a_text_model_without_an_image_field_is_accepted():
     model = torch.nn.Identity()
     without_images(model)
     lacking, having = MoeCausalLMOutputWithPast(), MultimodalOutput(image_outputs=torch.ones(1))

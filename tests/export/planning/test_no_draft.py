@@ -1,4 +1,4 @@
-"""``--draft none`` and ``--verify-rows``: what is exported, what is refused, that the runner's tokens are the same."""
+"""``--draft none`` and ``--verify-rows`` export the right methods, refuse contradictory flags, and change no token."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ def lengths(config):
 # --- the plan
 
 
-def test_without_a_head_there_are_three_methods_and_windows_as_long_as_kernels_take_at_once():
+def test_without_a_head_there_are_three_methods_and_the_longest_windows_of_the_kernels():
     rows = BACKENDS["xnnpack"].fast_rows  # of this processor
     assert lengths(NONE) == {"prefill": (9, 64), "target_verify": (2, rows["none"]), "decode": (1, 1)}
     assert lengths(replace(NONE, qlinear="8da4w"))["target_verify"] == (2, rows["8da4w"])
@@ -51,7 +51,7 @@ def test_without_a_head_there_are_three_methods_and_windows_as_long_as_kernels_t
     assert "decode" not in lengths(replace(NONE, with_forward=True))  # ExecuTorch's runner would call it
 
 
-def test_a_window_longer_than_the_chain_moves_prefill_and_nothing_else():
+def test_a_window_longer_than_the_chain_changes_only_the_bounds_of_prefill():
     headed = ExportConfig("gemma4-tiny", backend="xnnpack", verify_rows=12)
     found = lengths(headed)
     assert found["target_verify"] == (2, 12) and found["speculate"] == (4, 4)
@@ -75,7 +75,7 @@ def test_a_window_longer_than_the_chain_moves_prefill_and_nothing_else():
         ({"draft": None, "verify_rows": 4, "chain_len": 6}, "--verify-rows 4 is too short for --chain-len 6"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(flags, message):
+def test_flags_that_contradict_draft_none_or_verify_rows_are_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         prepare(replace(NONE, dry_run=True, **flags))
 
@@ -98,7 +98,7 @@ class HeadlessSession(ScriptedSession):
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_any_target_says_its_greedy_sequence_with_the_lookup_and_without(data):
+def test_any_target_without_a_head_gives_its_greedy_tokens_with_and_without_lookup(data):
     table = data.draw(st.lists(st.integers(0, 2), min_size=20, max_size=20), "target")
     rows = data.draw(st.integers(2, 9), "verify rows")
     window = data.draw(st.sampled_from([0, 9, 12]), "window")
@@ -115,7 +115,7 @@ def test_any_target_says_its_greedy_sequence_with_the_lookup_and_without(data):
         said = prompt + result.token_ids
 
 
-def test_a_chain_length_is_refused_and_an_adaptive_one_is_none():
+def test_without_a_head_a_chain_length_is_refused_and_auto_means_none():
     session = HeadlessSession(greedy, verify_rows=4)
     with pytest.raises(ValueError, match="chain length 3, but the artifact has no draft head"):
         complete(session, PROMPT, chain=3)
@@ -125,7 +125,7 @@ def test_a_chain_length_is_refused_and_an_adaptive_one_is_none():
     assert model.chain.note is None
 
 
-def test_the_lookup_is_on_where_windows_are_longer_than_the_heads_chain_on_a_cpu():
+def test_the_lookup_is_on_by_default_on_a_cpu_if_windows_exceed_the_chain():
     cpu = {"manifest": {"backend": "xnnpack"}}
     session = HeadlessSession(lambda prefix: (5 * (len(prefix) % 7)) % VOCABULARY, verify_rows=4, **cpu)
     model, prompt = Model(session.metadata, lambda: session), [(5 * (at % 7)) % VOCABULARY for at in range(20)]
@@ -149,7 +149,7 @@ def eager():
     return eager_session(make_plan(NONE))
 
 
-def test_the_methods_without_a_head_say_what_they_say_with_one(eager):
+def test_the_targets_methods_give_the_same_with_and_without_a_head(eager):
     headed = eager_session(make_plan(replace(NONE, draft=None, verify_rows=7)))
     step = eager.prefill(*[torch.arange(5, 25)[None], eager.positions[:20]])
     assert step.feature is None and step.logits.shape == (1, 1, eager.metadata.vocab_size)
@@ -163,8 +163,8 @@ def test_the_methods_without_a_head_say_what_they_say_with_one(eager):
             assert both.token_ids == plain.token_ids
 
 
-def test_a_small_one_is_exported_checked_and_run(tmp_path):
-    """A target of two layers with random weights: what it says repeats, and the lookup's windows are verified."""
+def test_a_small_target_without_a_head_is_exported_checked_and_run(tmp_path):
+    """The target has two layers with random weights. Its text repeats, so that windows of the lookup are verified."""
     out = tmp_path / "out"
     small = ("--draft", "none", "--random-weights", "--layers", "2", "--max-seq-len", "128", "--verify-rows", "6")
     run_command(export_main, "--target-model", "gemma4-tiny", "--backend", "xnnpack", *small, "--output-dir", out)

@@ -1,4 +1,4 @@
-"""Lengths and taps are settled from configurations alone."""
+"""Lengths and taps are planned from configurations only."""
 
 import json
 from dataclasses import replace
@@ -52,11 +52,11 @@ def test_prefill_never_passes_the_context_nor_the_sliding_window():
         lengths(3, max_prefill=1025)
 
 
-def test_decode_is_there_when_it_is_asked_for():
+def test_decode_is_exported_only_on_request():
     assert lengths(3, with_decode=True)["decode"] == (1, 1)
 
 
-def test_a_fused_round_is_a_method_where_the_backend_gains_by_it_or_it_is_asked_for():
+def test_speculate_is_exported_if_the_backend_gains_by_it_or_on_request():
     draft = read_draft(TINY.draft)
 
     def planned(backend, target_bytes, **flags):
@@ -72,7 +72,7 @@ def test_a_fused_round_is_a_method_where_the_backend_gains_by_it_or_it_is_asked_
     assert (method.min_len, method.max_len) == (6, 6)
 
 
-def test_a_peagle_whose_rows_are_more_than_the_small_m_kernel_takes_has_no_fused_rounds():
+def test_a_peagle_with_more_rows_than_the_small_m_kernel_has_no_fused_rounds():
     draft = replace(read_draft(TINY.draft), kind=P_EAGLE)
     quantized = ExportConfig("gemma4-tiny", output_dir=None, draft_qlinear="default")
     unquantized = replace(quantized, draft_qlinear=None)
@@ -92,7 +92,7 @@ def test_a_draft_window_that_is_too_short_for_the_methods_is_refused_with_the_fl
         make_plan(ExportConfig("gemma4-tiny", backend="xnnpack", draft_window=window))
 
 
-def test_forward_takes_what_prefill_does_from_one_row_on_and_short_chunks():
+def test_forward_takes_chunks_from_one_row_on_and_short_ones():
     assert "forward" not in lengths(3)
     assert lengths(3, with_forward=True)["forward"] == (1, 128)
     assert lengths(3, with_forward=True, max_prefill=100)["forward"] == (1, 100)
@@ -103,7 +103,7 @@ def test_the_target_bounds_the_verify_window():
         lengths(8, config=Gemma4TextConfig(sliding_window=12), max_seq_len=64)
 
 
-def test_a_backend_says_what_windows_it_takes(monkeypatch):
+def test_a_backend_decides_which_verify_windows_it_supports(monkeypatch):
     monkeypatch.setitem(BACKENDS, "xnnpack", replace(BACKENDS["xnnpack"], window_rows=(3, 5)))
     assert [lengths(chain)["prefill"][0] for chain in (2, 3, 4)] == [4, 6, 6]
     assert lengths(9, backend="cuda")["prefill"][0] == 17
@@ -120,7 +120,7 @@ def test_taps_come_from_flags_then_the_checkpoint_then_the_default():
     assert choose_taps(silent, config, None, None).layers == (2, 30, 57)
 
 
-def test_the_shipped_checkpoint_is_a_plan_of_its_own():
+def test_the_shipped_checkpoint_can_be_planned_without_further_flags():
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, backend="xnnpack"))
     assert (plan.taps, plan.chain_len, plan.max_seq_len) == ((1, 3, 5), 3, 1024)
     assert (plan.bos_id, plan.eos_ids) == (2, (1,))
@@ -134,7 +134,7 @@ def test_default_taps_must_fit_the_target_too():
         choose_taps(silent, SimpleNamespace(num_hidden_layers=6, hidden_size=256), None, None)
 
 
-def test_a_head_that_does_not_say_norm_before_residual_is_warned_of(tmp_path):
+def test_a_head_without_norm_before_residual_gets_a_warning(tmp_path):
     draft = save_random_draft(tmp_path / "draft", GEMMA4_31B_TINY)
     file = draft / "config.json"
     config = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""The tokenizer's files are read before any weight is, and a checkpoint without them is told in the dry run."""
+"""The tokenizer's files are read before any weight, and a dry run reports a checkpoint without them."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ NO_TOKENS = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}, 
 
 @pytest.fixture
 def target(tmp_path) -> Path:
-    """A copy of the shipped target to spoil."""
+    """A copy of the shipped target, which tests damage."""
     return Path(shutil.copytree(TINY.checkpoint, tmp_path / "target"))
 
 
@@ -40,9 +40,7 @@ def flags(tmp_path: Path, checkpoint: object, draft: object = TINY.draft) -> tup
     ],
 )
 @pytest.mark.parametrize("asked", ["--dry-run", "--no-check"])
-def test_a_tokenizer_file_that_cannot_be_read_is_named_before_any_weight_is_read(
-    asked, name, content, target, tmp_path
-):
+def test_an_unreadable_tokenizer_file_is_named_before_any_weight_is_read(asked, name, content, target, tmp_path):
     (target / name).write_bytes(content)
     code, line = fail_command(export_main, *flags(tmp_path, target), asked)
     assert code == 1
@@ -51,7 +49,7 @@ def test_a_tokenizer_file_that_cannot_be_read_is_named_before_any_weight_is_read
 
 
 @pytest.mark.parametrize("form", ["tekken.json", "tokenizer.model", None])
-def test_a_dry_run_says_that_there_is_no_tokenizer_json_and_what_there_is(form, target, tmp_path):
+def test_a_dry_run_reports_a_missing_tokenizer_json_and_the_files_that_exist(form, target, tmp_path):
     for file in target.glob("tokenizer*"):
         file.unlink()
     if form:
@@ -62,7 +60,7 @@ def test_a_dry_run_says_that_there_is_no_tokenizer_json_and_what_there_is(form, 
     assert ("it has " in line) is (form is not None) and (form or "") in line
 
 
-def test_of_a_repository_a_dry_run_says_it_by_the_listing(hub, tmp_path):
+def test_a_dry_run_of_a_hub_name_reports_a_missing_tokenizer_from_the_listing(hub, tmp_path):
     bare = Path(shutil.copytree(TINY.checkpoint, tmp_path / "bare"))
     (bare / "tokenizer.json").unlink()
     hub.add("other/bare", bare)

@@ -1,4 +1,5 @@
-"""Linears of one input as one product: the same numbers, whatever the family, the kind of weight and the input."""
+"""Linears with one input are merged into one product with the same numbers, for any family, kind of weight and
+input."""
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from eagle3.export.speculator.merged_linears import Slice, concatenated, form, m
 
 
 @pytest.mark.parametrize("name", ["gemma4-31B", "qwen3-4B", "gpt-oss-20b", "llama4-scout"])
-def test_every_family_says_the_same_with_fewer_products(eager_target, name, tmp_path):
+def test_every_family_gives_the_same_numbers_with_merged_linears(eager_target, name, tmp_path):
     target, merged = eager_target(name), eager_target(name)
     merge_linears(merged, tmp_path)
     linears = [sum(isinstance(module, nn.Linear) for module in model.modules()) for model in (target, merged)]
@@ -27,7 +28,7 @@ def test_every_family_says_the_same_with_fewer_products(eager_target, name, tmp_
 
 
 class Attention(nn.Module):
-    """``crossed``: keys and values have an input of their own."""
+    """Attention projections; with ``crossed``, keys and values have an input of their own."""
 
     def __init__(self, bias: bool = False, crossed: bool = False):
         super().__init__()
@@ -43,7 +44,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("crossed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_what_has_another_input_gets_its_own_product(bias, crossed, tmp_path):
+def test_linears_with_another_input_are_merged_separately(bias, crossed, tmp_path):
     model, merged = Attention(bias, crossed), Attention(bias, crossed)
     merge_linears(merged, tmp_path)
     x = torch.randn(3, 256)
@@ -53,7 +54,7 @@ def test_what_has_another_input_gets_its_own_product(bias, crossed, tmp_path):
     assert len(products) == (2 if crossed else 1)
 
 
-def test_linears_that_do_not_go_together_stay(tmp_path):
+def test_linears_that_do_not_match_are_not_merged(tmp_path):
     model = Attention()
     model.k_proj = model.k_proj.to(torch.bfloat16)
     merge_linears(model, tmp_path)
@@ -96,7 +97,7 @@ def test_joined_weights_have_the_values_of_their_parts(kind, outputs, large, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_kinds_are_told_apart():
+def test_weights_of_different_kinds_are_not_merged():
     plain = torch.zeros(8, 256, dtype=torch.bfloat16)
     kinds = [k_quant("Q4_K", 64), k_quant("Q6_K", 64), *recipe()[:1], plain, plain.float(), plain[:, :128]]
     assert len(set(map(form, kinds))) == len(kinds)

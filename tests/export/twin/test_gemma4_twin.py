@@ -1,7 +1,6 @@
-"""The twin check of Gemma 4 E2B, E4B and 26B-A4B: it agrees, and it finds faults put in by hand.
+"""The twin check of Gemma 4 E2B, E4B and 26B-A4B passes, and it finds faults put in by hand.
 
-The scale of both per-layer inputs together (``per_layer_input_scale``) is none of them: the norm behind them takes it
-out again.
+A fault of ``per_layer_input_scale``, which scales both per-layer inputs, is not tried: the norm after them cancels it.
 """
 
 import pytest
@@ -19,7 +18,7 @@ makes no more of them."""
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_the_twin_of_the_published_shape_agrees(name):
+def test_the_twin_of_a_published_gemma4_shape_agrees(name):
     twin = make_twin(config_of(name))
     modes = set(twin.config.kv_sharing_modes)
     assert modes == {None, "store", "reuse"} or ("26B" in name and "reuse" not in modes)
@@ -27,8 +26,8 @@ def test_the_twin_of_the_published_shape_agrees(name):
     assert compare(TARGETS[name], twin, seed=0).difference <= TOLERANCE / 3
 
 
-def test_layers_that_keep_keys_for_none_are_no_kind_of_their_own():
-    """As in transformers 5.24, in whichever version is installed."""
+def test_layers_that_store_keys_for_no_other_layer_are_not_a_separate_kind():
+    """This holds as in transformers 5.24, whichever version is installed."""
     config = config_of("gemma4-26B-A4B")
     with states_are_shared(type(config)):
         assert config.kv_sharing_modes[-2:] == ["store", "store"]
@@ -97,7 +96,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_twin_check_finds(fault):
+def test_the_twin_check_finds_each_fault_in_gemma4(fault):
     name, break_ = FAULTS[fault]
 
     class Broken:

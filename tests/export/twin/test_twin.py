@@ -1,4 +1,4 @@
-"""The twin check sees whatever a target may get wrong, at the sizes and lengths that published models have."""
+"""The twin check finds every kind of fault of a target, with the sizes and lengths of published models."""
 
 import copy
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def rope(**values) -> dict[str, Any]:
 
 
 def one_kind(name: str, value: Any) -> Any:
-    """A change of one field, for one kind of layer alone."""
+    """Return a change of one field for only one kind of layer."""
     return lambda given: given | {"full_attention": given["full_attention"] | {name: value}}
 
 
@@ -81,7 +81,7 @@ def norms_one_more(target) -> None:
 
 
 def one_head_more(target) -> None:
-    """The first of the heads that share keys gets the next group's, as a wrong repetition of keys would."""
+    """Give the first head of each group the next group's keys, like a wrong repetition of keys."""
     for layer in target.layers:
         attend = layer.self_attn.kv_attention.forward
         layer.self_attn.kv_attention.forward = lambda q, k, *rest, attend=attend, **extras: attend(
@@ -115,7 +115,7 @@ def exact_gelu(target) -> None:
 
 
 def wider_window(target) -> None:
-    """Widen the sliding window by one: the row that just left it is seen."""
+    """Widen the sliding window by one, so that the row just before it is attended to."""
     for layer in target.layers:
         attention = layer.self_attn.kv_attention
         window = attention.shape.window
@@ -127,7 +127,7 @@ def wider_window(target) -> None:
 
 
 def never_replaced(target) -> None:
-    """A position that was written keeps what it has: rejected rows stay."""
+    """Never overwrite a position, so that rejected rows stay."""
     for layer in target.layers:
         cache = layer.self_attn.kv_attention.kv_cache
         update = cache.update
@@ -142,13 +142,13 @@ def never_replaced(target) -> None:
 
 
 def one_layer_early(target) -> None:
-    """Taps are outputs: each one layer too late."""
+    """Read taps as outputs, each one layer too late."""
     forward = target.forward
     target.forward = lambda tokens, at, taps: forward(tokens, at, tuple(min(tap + 1, taps[-1]) for tap in taps))
 
 
 def late_scale(target) -> None:
-    """Scale queries more from position 16 on, in forwards that reach so far."""
+    """Scale queries more from position 16 on, in forwards that reach that far."""
     for layer in target.layers:
         attend = layer.self_attn.kv_attention.forward
         layer.self_attn.kv_attention.forward = lambda q, k, v, rows, scale, *rest, attend=attend, **extras: attend(
@@ -158,7 +158,7 @@ def late_scale(target) -> None:
 
 @dataclass(frozen=True)
 class Broken:
-    """A target that gets other values of fields, or is changed once it is loaded."""
+    """A target with other values of fields, or one that is changed after loading."""
 
     spec: Any
     fields: dict[str, Any]
@@ -236,14 +236,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_unbroken_target_is_its_twin(name):
+def test_a_correct_target_passes_the_twin_check(name):
     config = MODELS[name]()
     found = check_target(spec_for("auto", config.model_type), "auto", Path("folder"), config)
     assert found["logits"] <= TOLERANCE and found["states"] <= TOLERANCE
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_target_is_not(fault):
+def test_a_faulty_target_fails_the_twin_check(fault):
     name, broken = FAULTS[fault]
     config = MODELS[name]()
     fields, change = (broken, None) if isinstance(broken, dict) else ({}, broken)
@@ -256,7 +256,7 @@ def test_a_broken_target_is_not(fault):
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
-def test_a_factor_that_the_largest_position_decides_is_refused(kind):
+def test_a_rope_factor_that_depends_on_the_largest_position_is_refused(kind):
     rope = MSCALES | {"rope_type": kind, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = AutoConfig.for_model("phimoe", **PHIMOE, rope_parameters=rope)
     with pytest.raises(ValueError, match="phimoe.*rope_parameters"):
@@ -265,13 +265,13 @@ def test_a_factor_that_the_largest_position_decides_is_refused(kind):
 
 @pytest.mark.parametrize("family", ["llama", "arcee"])
 def test_an_activation_that_transformers_keeps_in_bfloat16_is_refused(family):
-    """xIELU outside Apertus, whose class alone gives it the model's dtype."""
+    """The activation is xIELU outside Apertus, the only class that gives it the model's dtype."""
     config = AutoConfig.for_model(family, **SIZE, hidden_act="xielu", rope_parameters={"rope_type": "default"})
     with pytest.raises(ValueError, match="hidden_act = 'xielu': this value is not supported"):
         check_target(spec_for("auto", family), "auto", Path("folder"), config)
 
 
-def test_lengths_that_differ_stay_different_and_in_order():
+def test_different_lengths_of_a_configuration_stay_different_and_ordered_in_the_twin():
     fields = {"max_position_embeddings": 65536, "sliding_window": 128, "attention_chunk_size": 512}
     fields |= {"floor_scale": 1024, "index_topk": 2048, "rope_parameters": {"rope_type": "linear", ORIGINAL: 32768}}
     cut_lengths(fields)
@@ -290,8 +290,8 @@ def test_a_twin_ends_in_a_layer_of_the_models_last_kind():
     assert set(shrink(config).layer_types) == {"sliding_attention", "full_attention"}
 
 
-def test_a_length_of_an_unknown_name_is_cut_and_passed(monkeypatch):
-    """transformers' own model looks no further back than a field says whose name nobody told us."""
+def test_the_twin_shrinks_a_length_field_of_unknown_name(monkeypatch):
+    """transformers' own model limits attention by a field of unknown name."""
     from transformers.models.llama import modeling_llama
 
     from eagle3.export.twin import target

@@ -1,5 +1,5 @@
-"""Refusals of the twin check say the file's field and value, and call a full disk that; families that were refused by
-an error from inside torch are computed or named."""
+"""Refusals of the twin check name the file's field and value, and report a full disk as such. Families that once failed
+with an error inside torch are computed or refused by name."""
 
 import json
 import os
@@ -47,18 +47,18 @@ def checked(folder: Path) -> dict:
     ],
     ids=["deepseek_v2", "groups", "whole queries", "mimo_v2_flash", "persimmon"],
 )
-def test_heads_of_keys_and_complex_rotations_are_those_of_the_class(kind, fields, tmp_path):
+def test_kv_heads_and_complex_rotations_follow_the_class(kind, fields, tmp_path):
     assert checked(written(tmp_path, kind, **fields))["logits"] < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_an_activation_with_weights_in_experts_is_refused_by_its_field(kind, tmp_path):
+def test_an_expert_activation_with_weights_is_refused_by_its_field(kind, tmp_path):
     folder = written(tmp_path, kind, **FAMILIES[kind], hidden_act="xielu")
     with pytest.raises(ValueError, match=r"hidden_act = 'xielu'.*weights of its own \(alpha_p, alpha_n\)"):
         checked(folder)
 
 
-def test_a_value_with_which_transformers_does_not_run_is_named(tmp_path):
+def test_a_value_with_which_transformers_itself_fails_is_named(tmp_path):
     folder = written(tmp_path, "deepseek_v2", **DEEPSEEK, topk_method="noaux_tc")
     with pytest.raises(ValueError, match="with topk_method = 'noaux_tc' transformers makes no model"):
         checked(folder)
@@ -69,8 +69,8 @@ ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_facto
 ROPE |= {"short_mscale": 1.1, "long_mscale": 1.3, "original_max_position_embeddings": 2048}
 
 
-def test_a_refusal_prints_the_value_of_the_file(tmp_path):
-    """The small copy that is computed has an original length of fewer than 100."""
+def test_a_refusal_of_the_twin_check_prints_the_value_of_the_file(tmp_path):
+    """The small copy has an original length below 100."""
     with pytest.raises(ValueError, match="original_max_position_embeddings = 2048"):
         checked(written(tmp_path, "phimoe", **PHIMOE, rope_parameters=ROPE))
 
@@ -111,7 +111,7 @@ check_draft(read_draft(Path(sys.argv[1])), 3)
 
 @pytest.mark.skipif(not can_mount(), reason="this user may mount no file system of its own")
 @pytest.mark.parametrize("program", [TARGET, DRAFT], ids=["target", "draft"])
-def test_a_full_folder_of_temporary_files_is_called_that(program, tmp_path):
+def test_a_full_folder_of_temporary_files_is_reported_as_such(program, tmp_path):
     folder = written(tmp_path / "target", "llama")
     if program is DRAFT:
         config = read_target_config(folder, "auto")

@@ -1,4 +1,4 @@
-"""The text part of a multimodal model gives the logits that the multimodal model gives, not its text model's."""
+"""The text part of a multimodal model gives the logits of the multimodal model, not those of its text model class."""
 
 import copy
 
@@ -67,7 +67,7 @@ def classes(config):
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_its_logits_are_the_wrappers(name, tmp_path):
+def test_the_text_part_of_a_multimodal_model_has_the_multimodal_logits(name, tmp_path):
     config, kind = wrapper(name)
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation="eager").eval().requires_grad_(False)
@@ -88,8 +88,8 @@ def test_its_logits_are_the_wrappers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["aya_vision", "cohere2_vision", "gemma3", "llava", "paligemma"])
-def test_the_twin_is_the_wrappers(name, tmp_path):
-    """The logits of the text model differ in scale or softcap alone, and are not right."""
+def test_the_twin_of_a_multimodal_model_is_the_multimodal_class(name, tmp_path):
+    """The logits of the text model class differ only in scale or softcap, and are wrong."""
     config, kind = wrapper(name)
     config.architectures = [kind.__name__]
     config.save_pretrained(tmp_path)
@@ -118,20 +118,20 @@ DIFFERENT = ("aya_vision", "cohere2_vision", "gemma3", "llava")
 
 
 def text_config(config):
-    """The text configuration alone."""
+    """Return only the text configuration."""
     return type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "whole_config"})
 
 
 class Given(torch.nn.Module):
-    """A stand-in for a decoder, which returns the embeddings that it is given as its state."""
+    """A stand-in for a decoder that returns its input embeddings as its state."""
 
     def forward(self, inputs_embeds, **given):
         return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 @pytest.mark.parametrize("kind", ["Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"])
-def test_gemma_4_is_the_class_that_its_file_names(kind, tmp_path):
-    """ExecuTorch's own text model caps logits as both classes do."""
+def test_a_gemma_4_file_is_read_as_the_class_that_it_names(kind, tmp_path):
+    """ExecuTorch's own text model caps logits like both classes."""
     text = transformers.Gemma4TextConfig(**GEMMA4_SIZE | GEMMA4)
     config = transformers.Gemma4Config(text_config=text.to_dict())
     config.architectures = [kind]
@@ -141,7 +141,7 @@ def test_gemma_4_is_the_class_that_its_file_names(kind, tmp_path):
     assert check_target(spec_for("gemma4-31B", text.model_type), "gemma4-31B", tmp_path, text)["logits"] <= TOLERANCE
 
 
-def test_without_architectures_a_wrapper_is_what_transformers_takes_for_it():
+def test_a_multimodal_file_without_architectures_is_read_as_transformers_class():
     config, kind = wrapper("qwen2_5_vl")
     assert model_class(text_config_of(config)) is kind
     config, _ = wrapper("gemma3")

@@ -1,4 +1,4 @@
-"""An artifact is compared with export.json before anything of it is loaded: no flipped byte gets to the runtime."""
+"""An artifact is compared with export.json before any of it is loaded, so that no flipped byte reaches the runtime."""
 
 import json
 import random
@@ -43,7 +43,7 @@ def not_loaded(monkeypatch):
 
 @pytest.fixture
 def large(monkeypatch):
-    """Every file counts as too large to be hashed unasked."""
+    """Treat every file as too large to be hashed by default."""
     monkeypatch.setattr(record, "QUICK_BYTES", 0)
 
 
@@ -67,7 +67,7 @@ def flip(file, position: int) -> None:
 
 
 def positions(folder, header: int, program: int, behind: int) -> list[int]:
-    """The first ``header`` bytes of ``model.pte`` and, from a fixed seed, places in its program and behind it."""
+    """Return the first ``header`` bytes of ``model.pte`` and, from a fixed seed, places in its program and after it."""
     entry, rng = recorded(folder)["files"][MODEL_FILE], random.Random(7)
     end = entry["program"]["bytes"]
     return [
@@ -77,7 +77,7 @@ def positions(folder, header: int, program: int, behind: int) -> list[int]:
     ]
 
 
-def test_none_of_400_flipped_bytes_gets_to_the_runtime(copied, not_loaded):
+def test_none_of_400_flipped_bytes_reaches_the_runtime(copied, not_loaded):
     model, lines = copied / MODEL_FILE, []
     for position in positions(copied, HEADER, 136, 200):
         flip(model, position)
@@ -92,7 +92,7 @@ def test_none_of_400_flipped_bytes_gets_to_the_runtime(copied, not_loaded):
 
 
 @pytest.mark.parametrize("place", [6, 40, 5000, -1000])
-def test_a_flipped_byte_is_one_line_and_exit_1_of_the_real_command(place, copied):
+def test_a_flipped_byte_gives_one_line_and_exit_1_of_the_real_command(place, copied):
     flip(copied / MODEL_FILE, place % (copied / MODEL_FILE).stat().st_size)
     command = [sys.executable, "-c", "from eagle3.runner.run.cli import main; main()", copied, *TOKENS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -101,7 +101,7 @@ def test_a_flipped_byte_is_one_line_and_exit_1_of_the_real_command(place, copied
     assert line.startswith(f"Error: {copied / MODEL_FILE} ") and "copy or export it again" in line
 
 
-def test_the_line_gives_the_file_both_values_the_cause_and_what_to_do(copied, not_loaded):
+def test_the_error_line_for_damage_has_the_file_both_values_the_cause_and_what_to_do(copied, not_loaded):
     flip(copied / "tokenizer.json", 100)
     line = fail_command(run_main, copied, *TOKENS)[1]
     found = record.digest(copied / "tokenizer.json", 1 << 30).sha256
@@ -129,7 +129,7 @@ def test_a_missing_file_is_named(command, copied, tmp_path, not_loaded):
     assert (code, f"{copied / 'tokenizer_config.json'} is missing" in line) == (1, True)
 
 
-def test_of_a_large_artifact_sizes_and_the_program_are_compared_and_the_rest_when_asked(copied, large, not_loaded):
+def test_for_a_large_artifact_only_sizes_and_the_program_are_compared_by_default(copied, large, not_loaded):
     model = copied / MODEL_FILE
     for position in positions(copied, HEADER, 36, 0):
         flip(model, position)
@@ -151,7 +151,7 @@ def test_the_smallest_files_are_hashed_first(copied, monkeypatch):
     assert matches == {name: None if name == MODEL_FILE else True for name in sizes}
 
 
-def test_verifying_what_is_large_says_so_before_it_reads(copied, large):
+def test_verifying_a_large_file_is_announced_before_reading(copied, large):
     lines = []
     assert record.compare(copied / MODEL_FILE, verify=True, say=lines.append).faults == []
     assert "verifying model.pte, 0.0 GB" in lines
@@ -161,7 +161,7 @@ def test_verifying_what_is_large_says_so_before_it_reads(copied, large):
     assert "verifying model.pte" in run_command(run_main, copied, *TOKENS, "--verify").stderr
 
 
-def test_a_record_without_the_program_still_serves(copied, large):
+def test_a_record_without_the_programs_digest_is_accepted(copied, large):
     rewrite(copied, lambda files: files[MODEL_FILE].pop("program"))
     assert record.compare(copied / MODEL_FILE).faults == []
     flip(copied / MODEL_FILE, 5000)
@@ -201,7 +201,7 @@ def test_a_record_that_cannot_be_read_is_refused(copied, not_loaded):
 # --- without a record
 
 
-def test_a_program_alone_runs_and_a_line_says_that_it_was_not_checked(alone, artifact):
+def test_a_model_pte_alone_runs_with_a_line_that_it_was_not_checked(alone, artifact):
     result = run_command(run_main, alone / MODEL_FILE, *TOKENS, "--json")
     checked, alone_says = (
         json.loads(run_command(run_main, artifact, *TOKENS, "--json").stdout),
@@ -213,7 +213,7 @@ def test_a_program_alone_runs_and_a_line_says_that_it_was_not_checked(alone, art
     assert open_artifact(artifact).checked and not open_artifact(alone).checked
 
 
-def test_the_line_comes_before_the_program_is_read(alone, monkeypatch):
+def test_the_line_about_an_unchecked_program_precedes_its_reading(alone, monkeypatch):
     lines = []
     monkeypatch.setattr(opening, "read_constants", lambda model: lines.append("reads"))
     with pytest.raises(TypeError):
@@ -229,7 +229,7 @@ def test_a_renamed_program_is_not_in_the_record_and_so_not_checked(copied):
 
 
 @pytest.mark.parametrize("command", [run_main, inspect_main])
-def test_nothing_is_verified_without_a_record(command, alone, not_loaded):
+def test_verify_without_a_record_is_refused(command, alone, not_loaded):
     args = TOKENS if command is run_main else ()
     assert "nothing to verify against" in fail_command(command, alone, *args, "--verify")[1]
 

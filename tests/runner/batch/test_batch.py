@@ -1,4 +1,4 @@
-"""Many prompts: all are checked first, what is there already is kept, and each prompt has noise of its own."""
+"""A file of prompts: all prompts are checked first, earlier results are kept, and each prompt has noise of its own."""
 
 import json
 from collections import Counter
@@ -82,7 +82,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("entry", "words"), BAD, ids=[words for _, words in BAD])
-def test_a_bad_line_is_one_line_before_anything_is_loaded_or_written(unused, files, entry, words, capsys):
+def test_a_bad_prompt_is_refused_in_one_line_before_anything_is_loaded_or_written(unused, files, entry, words, capsys):
     write(files[0], [PROMPTS[0], entry, PROMPTS[1]])
     with pytest.raises(ValueError) as failure:
         run(unused, files)
@@ -92,7 +92,7 @@ def test_a_bad_line_is_one_line_before_anything_is_loaded_or_written(unused, fil
     assert not files[1].exists() and capsys.readouterr().err == ""
 
 
-def test_every_bad_line_is_told_in_a_line_and_what_is_there_stays(artifact, files):
+def test_each_bad_prompt_is_reported_in_one_line_and_earlier_results_stay(artifact, files):
     write(files[0], [PROMPTS[0], *(entry for entry, _ in BAD), PROMPTS[1]])
     files[1].write_text("")
     from click.testing import CliRunner
@@ -107,7 +107,7 @@ def test_every_bad_line_is_told_in_a_line_and_what_is_there_stays(artifact, file
     assert files[1].read_text() == ""
 
 
-def test_what_can_be_run_is_with_keep_going(fresh, files, capsys):
+def test_keep_going_runs_the_prompts_that_can_be_run(fresh, files, capsys):
     write(files[0], [LONG, PROMPTS[0], {"promt": "a"}, PROMPTS[2]])
     with pytest.raises(ValueError, match="2 of 4 prompts of .* could not be run"):
         run(fresh, files, keep_going=True)
@@ -117,7 +117,7 @@ def test_what_can_be_run_is_with_keep_going(fresh, files, capsys):
 
 
 @pytest.mark.parametrize("keep_going", [False, True])
-def test_a_turn_that_fails_later_loses_nothing_and_is_run_again(fresh, files, keep_going, monkeypatch, capsys):
+def test_a_turn_that_fails_loses_no_earlier_result_and_is_run_again(fresh, files, keep_going, monkeypatch, capsys):
     write(files[0], [PROMPTS[0], PROMPTS[2], PROMPTS[1]])
     ask, failing = Conversation.ask, [True]
 
@@ -143,7 +143,7 @@ def test_a_turn_that_fails_later_loses_nothing_and_is_run_again(fresh, files, ke
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-def test_wherever_a_run_was_ended_the_next_one_goes_on(fresh, unused, files, options):
+def test_a_run_that_ended_anywhere_is_continued_by_the_next_one(fresh, unused, files, options):
     write(files[0], PROMPTS)
     whole = run(fresh, files, **options)
     data = files[1].read_bytes()
@@ -161,7 +161,7 @@ def test_wherever_a_run_was_ended_the_next_one_goes_on(fresh, unused, files, opt
     assert files[1].read_bytes() == written
 
 
-def test_prompts_that_were_added_are_run_alone(fresh, files):
+def test_only_prompts_added_since_the_last_run_are_run(fresh, files):
     write(files[0], PROMPTS[:1])
     before = run(fresh, files)
     write(files[0], PROMPTS)
@@ -186,7 +186,7 @@ def test_results_of_an_earlier_version_are_kept(unused, files):
         (lambda prompts, options: prompts.pop(), "line 3 has no prompt that can be run"),
     ],
 )
-def test_results_of_anything_else_are_refused_and_stay(fresh, unused, files, change, words):
+def test_results_of_another_batch_are_refused_and_not_overwritten(fresh, unused, files, change, words):
     prompts, options = [dict(prompt) for prompt in PROMPTS], {"temperature": 1.0, "seed": 1}
     write(files[0], prompts)
     run(fresh, files, **options)
@@ -204,7 +204,7 @@ def test_results_of_anything_else_are_refused_and_stay(fresh, unused, files, cha
     ["text", "3", "[]", "{}", '{"line": "1", "turn": 0}', '{"line": 1, "turn": 1}', '{"line": 1, "turn": 0, "text": 4}']
     + ["[" * 100_000 + "\n", json.dumps(PROMPTS[0])],
 )
-def test_a_file_that_is_none_of_results_is_not_written_into(unused, files, line):
+def test_an_output_file_without_results_is_not_written_to(unused, files, line):
     write(files[0], PROMPTS[:1])
     files[1].write_text(line + "\n")
     with pytest.raises(ValueError, match="line 1 is no result of this batch"):
@@ -213,7 +213,7 @@ def test_a_file_that_is_none_of_results_is_not_written_into(unused, files, line)
 
 
 @pytest.mark.parametrize("data", [b"notes", b"{", b'{"line": 1, "tu', b'{"id": 1, "tu'])
-def test_of_lines_without_an_end_only_the_beginning_of_a_result_is_written_anew(fresh, files, data):
+def test_an_incomplete_last_line_is_replaced_only_if_it_is_the_beginning_of_a_result(fresh, files, data):
     write(files[0], PROMPTS[:1])
     files[1].write_bytes(data)
     if b'{"line": '.startswith(data) or data.startswith(b'{"line": '):
@@ -225,7 +225,7 @@ def test_of_lines_without_an_end_only_the_beginning_of_a_result_is_written_anew(
 
 
 @pytest.mark.parametrize("keep_going", [False, True])
-def test_methods_that_do_not_load_are_no_prompts_fault(session, artifact, files, keep_going):
+def test_methods_that_do_not_load_are_not_reported_as_a_prompts_fault(session, artifact, files, keep_going):
     def load():
         raise ValueError("model.pte is damaged")
 
@@ -234,7 +234,7 @@ def test_methods_that_do_not_load_are_no_prompts_fault(session, artifact, files,
         run(Model(session.metadata, load, artifact), files, keep_going)
 
 
-def test_the_prompts_themselves_are_never_the_output(unused, files):
+def test_the_file_of_prompts_is_refused_as_the_output(unused, files):
     write(files[0], PROMPTS)
     data = files[0].read_bytes()
     with pytest.raises(ValueError, match="it has no line and turn"):
@@ -245,7 +245,7 @@ def test_the_prompts_themselves_are_never_the_output(unused, files):
 # --- noise of their own
 
 
-def test_first_tokens_of_equal_prompts_differ_as_chance_says(fresh, files):
+def test_first_tokens_of_equal_prompts_agree_as_often_as_independent_samples(fresh, files):
     """The share of equal pairs of lines is the sum of the model's squared probabilities, within four standard
     deviations."""
     count, prompt = 160, [2, 318, 1664, 11]
@@ -262,7 +262,7 @@ def test_first_tokens_of_equal_prompts_differ_as_chance_says(fresh, files):
     assert squares < 0.2  # chance is not one
 
 
-def test_a_line_is_what_its_own_seed_gives_alone(fresh, files):
+def test_a_batch_result_equals_a_single_run_with_its_mixed_seed(fresh, files):
     write(files[0], [{"prompt_tokens": [2, 5]}, {"prompt_tokens": [2, 5], "seed": 9}, {"prompt_tokens": [2, 5]}])
     found = run(fresh, files, temperature=1.5, seed=9)
     assert [record["seed"] for record in found] == [mixed_seed(9, 1), 9, mixed_seed(9, 3)]
@@ -272,7 +272,7 @@ def test_a_line_is_what_its_own_seed_gives_alone(fresh, files):
     assert len({tuple(record["token_ids"]) for record in found}) == 3
 
 
-def test_mixed_seeds_are_seeds_and_all_differ():
+def test_mixed_seeds_are_valid_and_distinct():
     seeds = [mixed_seed(seed, line) for seed in (0, 1, 2**63 - 1) for line in (1, 2, 3, 10**6)]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
     close = [bin(one ^ other).count("1") for one, other in combinations(seeds, 2)]
@@ -282,26 +282,26 @@ def test_mixed_seeds_are_seeds_and_all_differ():
 # --- the command
 
 
-def test_a_logit_bias_has_the_keys_of_json(artifact, files):
+def test_a_logit_bias_in_a_file_has_text_keys(artifact, files):
     write(files[0], [{"prompt": "import", "logit_bias": {"17": 1e3}, "max_new_tokens": 3}])
     run_command(main, artifact, "--prompts", files[0], "--output", files[1])
     assert records(files[1])[0]["token_ids"] == [17, 17, 17]
 
 
-def test_statistics_of_a_batch_are_told(artifact, files):
+def test_statistics_of_a_batch_are_printed(artifact, files):
     write(files[0], PROMPTS[:2])
     done = run_command(main, artifact, "--prompts", files[0], "--max-new-tokens", 4, "--stats")
     assert len(done.stdout.splitlines()) == 2 and "time to first token" in done.stderr
 
 
-def test_an_output_that_cannot_be_written_is_told_before_the_methods_are_loaded(artifact, files, monkeypatch):
+def test_an_output_that_cannot_be_written_is_reported_before_methods_are_loaded(artifact, files, monkeypatch):
     monkeypatch.setattr(batch, "generate_turns", None)
     write(files[0], PROMPTS)
     code, line = fail_command(main, artifact, "--prompts", files[0], "--output", files[1].parent / "nowhere" / "out")
     assert code == 1 and "nowhere" in line
 
 
-def test_keep_going_is_for_a_file_of_prompts(artifact):
+def test_keep_going_is_refused_without_a_file_of_prompts(artifact):
     code, line = fail_command(main, artifact, "--prompt", "a", "--keep-going")
     assert code == 2 and "--keep-going is for the prompts of a file" in line
 
@@ -321,7 +321,7 @@ def test_prompts_may_be_computed_elsewhere_and_in_any_order(fresh, unused, files
     assert tokens_by_turn(records(files[1])) == expected and records(files[1])[0]["line"] == 3
 
 
-def test_ray_is_for_a_file_of_prompts_and_may_be_missing(artifact, files, monkeypatch):
+def test_ray_needs_a_file_of_prompts_and_the_installed_package(artifact, files, monkeypatch):
     code, line = fail_command(main, artifact, "--prompt", "a", "--ray", 2)
     assert code == 2 and "--ray is for the prompts of a file" in line
     write(files[0], PROMPTS)

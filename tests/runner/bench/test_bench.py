@@ -1,4 +1,4 @@
-"""eagle3-bench: what it reports is what happened, over the shipped artifact."""
+"""The report of eagle3-bench on the shipped artifact is correct."""
 
 import copy
 import json
@@ -44,11 +44,11 @@ def report(artifact, prompts):
 
 
 def bare(session, **changes) -> Model:
-    """A model over the session that all tests share, without a tokenizer."""
+    """Return a model without a tokenizer that uses the session of all tests."""
     return Model(replace(session.metadata, **changes), lambda: session)
 
 
-def test_every_configuration_is_measured_and_all_agree(report):
+def test_every_configuration_is_measured_and_gives_the_same_tokens(report):
     assert [figures["chain_len"] for figures in report["ways"]] == [0, 1, 3, "auto"]
     alone, *others = report["ways"]
     assert alone["categories"]["code"]["stats"]["generation_tokens"] == 2 * 24
@@ -74,7 +74,7 @@ def test_figures_of_categories_add_up(report):
             assert sum(part[count] for part in parts) == figures["stats"][count]
 
 
-def test_what_people_read_ends_with_what_is_identical(report):
+def test_the_text_report_ends_with_what_is_identical(report):
     text = as_text(report).splitlines()
     assert text[-1] == "identical to greedy decoding without speculation"
     assert "identical to greedy decoding by transformers" in text
@@ -94,7 +94,7 @@ def test_what_people_read_ends_with_what_is_identical(report):
         assert fact in as_markdown(report)
 
 
-def test_a_configuration_that_parts_is_told(report):
+def test_a_configuration_with_different_tokens_is_reported(report):
     parting = copy.deepcopy(report)
     where = {"line": 3, "turn": 0, "position": 7, "token": 5, "other_token": None, "differing": 1, "answers": 4}
     parting["ways"][2]["divergence_from_no_speculation"] = where
@@ -104,7 +104,7 @@ def test_a_configuration_that_parts_is_told(report):
     )
 
 
-def test_a_token_that_rounding_does_not_explain_is_told(session):
+def test_a_difference_that_rounding_does_not_explain_is_reported(session):
     model = bare(session)
     result = model.generate([2, 318, 1664, 11], max_new_tokens=8)
     wrong = replace(result, token_ids=[*result.token_ids[:5], 7, *result.token_ids[6:]])
@@ -115,7 +115,7 @@ def test_a_token_that_rounding_does_not_explain_is_told(session):
     assert "not a near-tie: please report it" in identity_text(found, "other")
 
 
-def test_an_artifact_without_decode_goes_alone_by_verify_windows(session, prompts):
+def test_without_decode_the_baseline_runs_by_verify_windows(session, prompts):
     lacking = copy.copy(session)
     lacking.has_decode = False
     (prompts.parent / "ids.jsonl").write_text('{"prompt_tokens": [2, 318, 1664, 11]}')
@@ -127,7 +127,7 @@ def test_an_artifact_without_decode_goes_alone_by_verify_windows(session, prompt
     assert found["step_ratios"] == {} and list(found["step_ms"]) == ["target_verify"]
 
 
-def test_all_configurations_sample_by_one_seed(artifact, prompts):
+def test_all_configurations_sample_with_the_same_seed(artifact, prompts):
     args = "--prompts", prompts, "--max-new-tokens", 24, "--temperature", 1, "--repeats", 2
     report = json.loads(run_command(main, artifact, *args, "--json").stdout)
     assert report["ways"][1]["divergence_from_no_speculation"] is None
@@ -137,7 +137,7 @@ def test_all_configurations_sample_by_one_seed(artifact, prompts):
     assert "--checkpoint compares with transformers' greedy decoding" in line
 
 
-def test_another_artifact_takes_turns_with_the_first(artifact, prompts):
+def test_a_compared_artifact_is_measured_in_turn_with_the_first(artifact, prompts):
     args = "--prompts", prompts, "--max-new-tokens", 8, "--repeats", 1, "--compare", artifact, "--json"
     report = json.loads(run_command(main, artifact, *args).stdout)
     assert [figures["artifact"] for figures in report["ways"]] == [str(artifact)] * 2 + [f"{artifact} again"] * 2
@@ -166,7 +166,7 @@ def generated(tokens: list[int], seconds: float = 1.0) -> Completion:
     return Completion(Prompt(3, tokens=[1]), 0, Result([1], tokens, None, "length", None, Options(), stats))
 
 
-def test_a_ratio_is_formed_within_a_pass():
+def test_a_ratio_of_speeds_is_computed_within_a_pass():
     configuration = Configuration("out", None, 3)
     ours = Outcome(configuration, [[generated([1, 2], seconds)] for seconds in (1, 2, 8)])
     theirs = Outcome(configuration, [[generated([1, 2], seconds)] for seconds in (1, 8, 2)])
@@ -199,7 +199,7 @@ def test_the_first_divergence_is_found(ours, theirs, where):
         (("--plot", "nowhere/out.png"), "nowhere/out.png cannot be written"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_is(args, message, artifact, prompts, monkeypatch):
+def test_invalid_requests_are_refused_before_anything_is_measured(args, message, artifact, prompts, monkeypatch):
     if "--plot" in args:
         pytest.importorskip("matplotlib")
     monkeypatch.setattr("eagle3.runner.bench.measure.measure", None)
@@ -213,7 +213,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(artifact, prompts, monke
 
 
 def drawn(report, label=""):
-    """The axes of acceptance and of speed."""
+    """Return the axes of acceptance and of speed."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
     acceptance, speed = figure.subplots(1, 2)
     plot.draw_acceptance(acceptance, report["ways"], label, "C0")
@@ -254,7 +254,7 @@ def test_the_plot_shows_spread_and_ratio_of_every_configuration(report):
 
 @pytest.mark.parametrize("lengths", [[], [1], ["auto"], [3, "auto"], [1, 3]], ids=str)
 @pytest.mark.filterwarnings("error")
-def test_any_configurations_are_drawn(report, lengths, tmp_path):
+def test_the_plot_is_drawn_for_any_chain_lengths(report, lengths, tmp_path):
     some = report | {"ways": [figures for figures in report["ways"] if figures["chain_len"] in (0, *lengths)]}
     plot.draw(some, tmp_path / "out.svg")
     assert (tmp_path / "out.svg").read_text().rstrip().endswith("</svg>")
@@ -262,7 +262,7 @@ def test_any_configurations_are_drawn(report, lengths, tmp_path):
 
 
 def scaled(report, length, by):
-    """The same report, but the median speed of one configuration is another by a factor."""
+    """Return the report with the median speed of one configuration changed by a factor."""
     changed = copy.deepcopy(report)
     for figures in changed["ways"]:
         alone = report["ways"][0]["tokens_per_second"]["median"]
@@ -276,7 +276,9 @@ def scaled(report, length, by):
 @pytest.mark.parametrize(
     ("length", "by", "noisy"), [(3, 1, False), (3, 1.03, True), ("auto", 0.9, True), (0, 1.1, True)]
 )
-def test_a_ratio_that_is_not_that_of_the_medians_is_called_noise(report, length, by, noisy, tmp_path, monkeypatch):
+def test_a_ratio_that_differs_from_that_of_the_medians_is_reported_as_noise(
+    report, length, by, noisy, tmp_path, monkeypatch
+):
     changed = scaled(report, length, by)
     told = as_text(changed), as_markdown(changed)
     assert all(("the machine was noisy" in text) is noisy for text in told)
@@ -286,7 +288,7 @@ def test_a_ratio_that_is_not_that_of_the_medians_is_called_noise(report, length,
     assert ("the machine was noisy" in figures[0].get_supxlabel()) is noisy
 
 
-def test_noise_is_found_between_artifacts_of_other_chain_lengths(report):
+def test_noise_is_found_between_artifacts_with_different_chain_lengths(report):
     alone, one, three, _ = copy.deepcopy(report)["ways"]
     first, second = [alone, one], [dict(alone, artifact="b"), dict(three, artifact="b")]
     for ours, theirs in zip(second, first, strict=True):
@@ -302,7 +304,7 @@ def test_noise_is_found_between_artifacts_of_other_chain_lengths(report):
     assert "16.7%" in noise_lines(both)[0]
 
 
-def test_a_line_that_is_no_prompt_is_named(artifact, tmp_path):
+def test_bench_names_a_line_that_is_no_prompt(artifact, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n{"text": "a"}\n')
     assert f"{file} line 2: " in fail_command(main, artifact, "--prompts", file)[1]

@@ -1,4 +1,5 @@
-"""eagle3-bench --context: prompts as long as asked, whose end asks for their beginning; figures behind each."""
+"""eagle3-bench --context makes prompts of the given lengths whose end repeats their beginning, and reports figures for
+each length."""
 
 import json
 
@@ -95,11 +96,11 @@ def test_the_plot_has_a_line_for_each_chain_length(report, tmp_path, monkeypatch
         (["--context", "64", "--chat"], "leave --chat and dialogues out"),
     ],
 )
-def test_what_cannot_be_made_is_one_line(artifact, prompts, given, said):
+def test_a_context_that_cannot_be_made_is_refused_in_one_line(artifact, prompts, given, said):
     assert said in fail_command(main, artifact, "--prompts", prompts, *ASKED, *given)[1]
 
 
-def test_one_prompt_or_an_empty_one_has_nothing_to_fill_with(artifact, tmp_path):
+def test_a_single_or_empty_prompt_cannot_fill_a_context(artifact, tmp_path):
     one = write(tmp_path / "one.jsonl", LINES[:1])
     assert "has one prompt" in fail_command(main, artifact, "--prompts", one, "--context", "64")[1]
     empty = write(tmp_path / "empty.jsonl", [LINES[0], [BOS]])

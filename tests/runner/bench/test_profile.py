@@ -1,4 +1,4 @@
-"""eagle3-bench --profile: parts of a step that add up to it, over the shipped artifact."""
+"""eagle3-bench --profile on the shipped artifact reports parts of a step that add up to it."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def profile(artifact):
     return json.loads(run_command(main, artifact, "--profile", "--json").stdout)
 
 
-def test_parts_of_each_method_add_up_to_it(profile):
+def test_the_profiled_parts_of_each_method_add_up_to_it(profile):
     assert list(profile["methods"]) == [PREFILL, TARGET_VERIFY, DRAFT_DECODE, DECODE]
     for method in profile["methods"].values():
         assert sum(part["ms"] for part in method["parts"]) == pytest.approx(method["traced_ms"])
@@ -43,14 +43,14 @@ def test_parts_of_each_method_add_up_to_it(profile):
         assert "llama::custom_sdpa.out" in counts
 
 
-def test_a_window_reads_the_weights_that_a_token_reads(profile):
+def test_a_profiled_window_reads_the_same_weights_as_a_token(profile):
     verify, decode = (profile["methods"][name] for name in (TARGET_VERIFY, DECODE))
     assert verify["weight_bytes"] == decode["weight_bytes"] > 4 * 2048 * 256  # the vocabulary's alone
     assert verify["rows"] == 4
     assert verify["multiply_adds"] == 4 * decode["multiply_adds"] == decode["weight_bytes"]  # float32
 
 
-def test_a_whole_round_reads_and_multiplies_what_its_steps_do(family_exports):
+def test_a_profiled_fused_round_reads_and_multiplies_as_much_as_its_steps(family_exports):
     methods = profile_of(family_exports / "llama3.1-8B" / "out")["methods"]
     whole, verify, draft = (methods[name] for name in (SPECULATE, TARGET_VERIFY, DRAFT_DECODE))
     assert whole["rows"] == verify["rows"] == 3 and sum(part["ms"] for part in whole["parts"]) > 0
@@ -61,13 +61,13 @@ def test_a_whole_round_reads_and_multiplies_what_its_steps_do(family_exports):
     assert "speculate, 3 rows: " in method_text(SPECULATE, whole)
 
 
-def test_the_text_names_what_takes_the_time(profile):
+def test_the_profile_text_names_the_slowest_parts(profile):
     text = profile_text(profile)
     assert "decode, 1 row: " in text
     assert "Fully Connected (NC, F32) GEMM" in text
 
 
-def test_parts_are_means_over_the_same_typical_calls():
+def test_profiled_parts_are_means_over_the_same_calls():
     events = [
         ("Fully Connected (NC, F32) GEMM #1", True, [1.0, 1.0, 1.0, 90.0]),
         ("Fully Connected (NC, F32) GEMM #2", True, [2.0, 2.0, 2.0, 2.0]),
@@ -87,13 +87,13 @@ def test_parts_are_means_over_the_same_typical_calls():
     }
 
 
-def test_prompts_and_a_profile_are_two_things(artifact):
+def test_prompts_with_profile_are_a_usage_error(artifact):
     for given in ([], ["--profile", "--prompts", __file__]):
         assert "give one of --prompts and --profile" in fail_command(main, artifact, *given)[1]
 
 
-def test_the_longest_chunk_ends_within_a_short_context(artifact):
-    """A chunk may be all of it but a token."""
+def test_the_longest_profiled_chunk_fits_into_a_short_context(artifact):
+    """A chunk may be as long as the context but one token."""
     session = open_session(open_artifact(artifact))
     session.metadata = replace(session.metadata, max_seq_len=80)  # chunks have 64 rows, a step is timed at 40
     session.prefill = lambda tokens, positions: (tokens.shape[1], positions.tolist())
@@ -101,7 +101,7 @@ def test_the_longest_chunk_ends_within_a_short_context(artifact):
     assert rows == len(positions) == 64 and positions[-1] == 79
 
 
-def test_a_clamp_without_an_end_is_read():
+def test_an_xnnpack_clamp_with_one_bound_is_read():
     program = torch.export.export(Clamped(), (torch.ones(1, 8),))
     edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
     (delegate,) = get_lowered_backend_modules(edge.exported_program().graph_module)

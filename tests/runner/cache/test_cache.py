@@ -1,4 +1,4 @@
-"""The prefix in the caches is reused wherever it can be, and nowhere else, whatever came in between."""
+"""The prefix in the caches is reused whenever that is correct, and only then, whatever happened between two prompts."""
 
 from dataclasses import replace
 from itertools import product
@@ -25,7 +25,7 @@ from eagle3.runner.rounds.loop import complete
 
 @settings(max_examples=2000, deadline=None)
 @given(random=st.randoms(use_true_random=True))
-def test_generations_that_share_caches_say_what_each_says_alone(random: Random):
+def test_generations_that_share_caches_give_the_tokens_of_single_generations(random: Random):
     metadata, (target, draft) = random_metadata(random), random_speculator(random)
     session, cached, said = ScriptedSession(metadata, target, draft), CachedTokens(), [[]]
     note(f"{metadata}")
@@ -51,13 +51,13 @@ SAID = PROMPT + greedy_sequence(greedy, PROMPT, 9)
 
 
 @pytest.mark.parametrize("chain", [None, 0])
-def test_what_is_taken_up_of_a_prompt_that_goes_on_is_all_but_the_last_token(session, cached, chain):
+def test_a_prompt_that_continues_the_caches_reuses_all_but_the_last_token(session, cached, chain):
     assert reused(session, cached, [*SAID, 0, 1], max_new_tokens=5, chain=chain) == len(SAID) - 1
     again = [*SAID, 0, 1, *greedy_sequence(greedy, [*SAID, 0, 1], 5)]
     assert reused(session, cached, [*again, 2], chain=chain) == len(again) - 1
 
 
-def test_what_is_taken_up_of_the_same_prompt_and_of_its_beginning_is_all_but_the_last_token(session, cached):
+def test_the_same_prompt_or_its_beginning_reuses_all_but_the_last_token(session, cached):
     assert reused(session, cached, PROMPT) == len(PROMPT) - 1
     assert reused(session, cached, PROMPT[:10]) == 9
 
@@ -68,11 +68,11 @@ def test_only_the_draft_needs_the_feature_before_the_token_that_differs(session,
     assert reused(session, cached, [*SAID[:15], other, 3, 3, 3], chain=chain) == 15 - recomputed
 
 
-def test_what_differs_from_the_first_token_on_is_computed_whole(session, cached):
+def test_a_prompt_with_another_first_token_reuses_nothing(session, cached):
     assert reused(session, cached, [(PROMPT[0] + 1) % VOCABULARY, *PROMPT[1:]]) == 0
 
 
-def test_a_generation_without_speculation_leaves_the_draft_where_it_was(session, cached):
+def test_a_generation_without_speculation_leaves_the_draft_cache_unchanged(session, cached):
     plain = [*SAID, *greedy_sequence(greedy, SAID, 6)]
     assert reused(session, cached, SAID, max_new_tokens=6, chain=0) == len(SAID) - 1
     assert reused(session, cached, [*plain, 1], chain=0, max_new_tokens=1) == len(plain) - 1
@@ -80,7 +80,7 @@ def test_a_generation_without_speculation_leaves_the_draft_where_it_was(session,
 
 
 @pytest.mark.parametrize(("failure", "kept"), [(KeyboardInterrupt(), 14), (Failure(), 0)])
-def test_of_an_interrupted_prompt_the_whole_chunks_are_kept(session, cached, failure, kept):
+def test_the_complete_chunks_of_an_interrupted_prompt_are_reused(session, cached, failure, kept):
     cached.clear()
     session.failure, session.calls_left = failure, 4  # each chunk of seven is a call of the target and one of the draft
     assert generate_some(session, PROMPT, None, cached=cached) == ([], False)
@@ -90,16 +90,16 @@ def test_of_an_interrupted_prompt_the_whole_chunks_are_kept(session, cached, fai
 
 @pytest.mark.parametrize(("kept", "taken_up"), [(30, 29), (28, 27), (24, 0), (10, 0)])
 @pytest.mark.parametrize("name", ["window", "draft_window"])
-def test_a_ring_is_taken_up_as_far_back_as_it_holds_a_window(cached, name, kept, taken_up):
+def test_a_ring_cache_is_reused_as_far_back_as_it_holds_a_window(cached, name, kept, taken_up):
     session = ScriptedSession(scripted_metadata(**{name: 8}), greedy, greedy)
     complete(session, PROMPT, max_new_tokens=9, cached=cached)  # the next window would end at position 35
     assert reused(session, cached, SAID[:kept]) == taken_up
 
 
 @pytest.mark.parametrize(("proposals", "chain", "fused"), [(1, 3, False), (1, 3, True), (3, 3, True), (5, 1, False)])
-def test_a_ring_that_a_chain_nobody_verified_wrote_is_not_taken_up(proposals, chain, fused):
-    """A generation ends behind the draft's last chain, which wrote further than any window: the scripted caches refuse
-    a slot that it took. Every length of the kept prefix meets the edge."""
+def test_ring_slots_that_an_unverified_chain_overwrote_are_not_reused(proposals, chain, fused):
+    """A generation ends after the draft's last chain, which wrote further than any window. The scripted caches refuse
+    reads of a slot that the chain overwrote. The lengths of the kept prefix include the limit."""
     metadata = scripted_metadata(chain_len=max(chain, proposals), draft_window=7 + proposals, proposals=proposals)
     lost = []
     for budget, kept in product(range(6, 10), range(14, 34)):
@@ -113,8 +113,8 @@ def test_a_ring_that_a_chain_nobody_verified_wrote_is_not_taken_up(proposals, ch
     assert min(lost) <= 2 and max(lost) > 13
 
 
-def test_the_mask_rows_of_a_prompt_overwrite_a_ring_too(cached):
-    """The last chunk is one token, and no round follows: nothing else is written as far."""
+def test_ring_slots_that_mask_rows_overwrote_are_not_reused(cached):
+    """The last chunk is one token and no round follows, so nothing else is written that far."""
     metadata = scripted_metadata(max_prefill=6, chain_len=5, draft_window=10, proposals=5)
     session = ScriptedSession(metadata, greedy, greedy)
     prompt = [*PROMPT, 0]
@@ -124,7 +124,7 @@ def test_the_mask_rows_of_a_prompt_overwrite_a_ring_too(cached):
     assert reused(session, cached, prompt[:19]) == 18
 
 
-def test_a_ring_of_unknown_length_is_not_taken_up(cached):
+def test_a_ring_of_unknown_length_is_not_reused(cached):
     session = ScriptedSession(scripted_metadata(draft_window=0), greedy, greedy)
     complete(session, PROMPT, max_new_tokens=4, cached=cached)
     object.__setattr__(session.metadata, "draft_sliding_window", None)
@@ -142,7 +142,7 @@ def test_a_ring_of_unknown_length_is_not_taken_up(cached):
         (20, 40, 0),  # before what was saved
     ],
 )
-def test_recurrent_layers_go_on_from_what_they_have_not_committed_or_from_the_saved_state(kept, fresh, reused):
+def test_recurrent_layers_continue_from_uncommitted_positions_or_the_saved_state(kept, fresh, reused):
     metadata = replace(scripted_metadata(), rollback_rows=16, min_prefill=18, max_prefill=40, max_seq_len=128)
     cached = CachedTokens()
     cached.run(0, 40, metadata.rollback_rows)

@@ -1,4 +1,4 @@
-"""The lookup in a text: the places it finds, the tokens of generations with it, and when it is asked."""
+"""The lookup in a text finds the right places, is used when it is faster, and changes no token."""
 
 from dataclasses import replace
 from random import Random
@@ -28,7 +28,8 @@ from eagle3.runner.sampling.sampler import Sampler
 
 
 def longest_common(tokens):
-    """The most tokens that the end has in common with an earlier place, by trying all, and the latest such place."""
+    """Return the most tokens that the end has in common with an earlier place, by trying all places, and the latest
+    such place."""
     end, best = len(tokens), (0, 0)
     for place in range(1, end):
         common = 0
@@ -40,8 +41,8 @@ def longest_common(tokens):
 
 @settings(max_examples=300, deadline=None)
 @given(random=st.randoms(use_true_random=True))
-def test_of_few_places_the_one_with_the_most_in_common_is_found(random: Random):
-    """Also when the text was changed, and whether it is asked after each token or not."""
+def test_the_lookup_finds_the_place_with_the_most_tokens_in_common(random: Random):
+    """The text is also changed in between, and the lookup is asked after each token or only sometimes."""
     index = TextIndex()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookup_module, "PLACES", 1000)
@@ -69,7 +70,7 @@ def test_of_few_places_the_one_with_the_most_in_common_is_found(random: Random):
                         assert any(ahead == text[at : at + 7] for at in starts), (text, starts, place)
 
 
-def test_the_latest_place_is_proposed_and_goes_on_while_it_is_right():
+def test_the_lookup_proposes_from_the_latest_place_and_follows_it_while_it_is_right():
     index = TextIndex()
     index.add([1, 2, 3, 7, 7, 1, 2, 3, 8, 9, 4, 1, 2, 3])
     assert (index.common(), index.ahead(3)) == (3, [8, 9, 4])
@@ -79,7 +80,7 @@ def test_the_latest_place_is_proposed_and_goes_on_while_it_is_right():
     assert (index.common(), index.ahead(3)) == (0, [])
 
 
-def test_a_text_that_repeats_itself_is_proposed_to_go_on():
+def test_the_lookup_proposes_that_a_repeating_text_continues():
     index = TextIndex()
     index.add([5, 6, 5, 6, 5, 6, 5])
     assert index.ahead(6) == [6, 5, 6, 5, 6, 5]
@@ -87,7 +88,7 @@ def test_a_text_that_repeats_itself_is_proposed_to_go_on():
     assert index.ahead(5) == [4, 4, 4, 4, 4]
 
 
-def test_tokens_that_were_taken_back_propose_nothing():
+def test_removed_tokens_give_no_proposals():
     index = TextIndex()
     index.add([1, 2, 3, 9, 9, 9, 8])
     index.become([1, 2, 3, 4, 1, 2, 3])
@@ -97,8 +98,8 @@ def test_tokens_that_were_taken_back_propose_nothing():
 
 
 @pytest.mark.parametrize("before", [[1, 2, 3], [7, 8, 9]])  # of the second, no token taken back leads to that place
-def test_an_interrupted_addition_does_no_harm(before):
-    """As by Ctrl-C: the hash has a place whose token is not in the text."""
+def test_an_interrupted_addition_of_tokens_leaves_the_index_valid(before):
+    """After an interruption such as Ctrl-C, the index has a place whose token is not in the text."""
     index = TextIndex()
     index.add([*before, 4, 1, 2])
 
@@ -116,7 +117,7 @@ def test_an_interrupted_addition_does_no_harm(before):
         assert index.ahead(1) == ([] if text is shorter else [5])
 
 
-def test_texts_that_are_gone_take_no_memory():
+def test_earlier_texts_of_the_index_take_no_memory():
     index, random = TextIndex(), Random(0)
     for _ in range(20):
         index.become([random.randrange(10**6) for _ in range(100)])
@@ -126,7 +127,7 @@ def test_texts_that_are_gone_take_no_memory():
 # --- costs and the choice
 
 
-def test_costs_come_to_what_rounds_take_beside_each_other_on_a_machine_that_changes():
+def test_round_costs_converge_to_the_ratios_of_times_on_a_changing_machine():
     costs, random = RoundCosts(), Random(0)
     assert costs[HEAD, 3] > costs[LOOKUP, 3] > costs[HEAD, 0] == 1
     true = {(HEAD, 3): 1.9, (LOOKUP, 3): 1.1, (LOOKUP, 7): 1.6, (HEAD, 0): 1.0}
@@ -141,7 +142,8 @@ def test_costs_come_to_what_rounds_take_beside_each_other_on_a_machine_that_chan
 
 
 def played(choice, text, chain_len, head_rate, seconds, seed=0):
-    """Play rounds over the tokens of ``text`` behind its first 40: how many of each kind, and the seconds."""
+    """Play rounds over the tokens of ``text`` after its first 40. Returns the number of rounds of each kind, and the
+    seconds."""
     random, done, taken, kinds = Random(seed), 40, 0.0, {LOOKUP: 0, HEAD: 0}
     choice.begin(text[:done])
     while done < len(text) - 20:
@@ -166,7 +168,7 @@ def costs_of(draft):
 
 
 def text_of(kind, seed=0, count=3000):
-    """New words; a text of a few lines in turns; or lines with words of their own, whose beginnings mislead."""
+    """Return a text of new words, of a few alternating lines, or of lines with equal beginnings and different ends."""
     random = Random(seed)
     lines = [[random.randrange(1000) for _ in range(random.randint(8, 20))] for _ in range(8)]
     text = []
@@ -195,8 +197,8 @@ class Always(LookupChoice):
 @pytest.mark.parametrize("longest", [3, 7])
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("kind", ["new", "repeats", "misleads"])
-def test_both_are_hardly_slower_than_the_better_of_the_two(kind, rate, longest):
-    """It is within 3% in each text, over several seeds, with a draft that costs little."""
+def test_lookup_and_head_together_are_within_3_percent_of_the_better_one(kind, rate, longest):
+    """The speed is within 3% for each text, over several seeds, with a cheap draft."""
     ratios = []
     for seed in range(3):
         text = text_of(kind, seed)
@@ -205,7 +207,7 @@ def test_both_are_hardly_slower_than_the_better_of_the_two(kind, rate, longest):
     assert sum(ratios) / len(ratios) > 0.97, ratios
 
 
-def test_what_repeats_goes_by_the_lookup_and_what_is_new_by_the_head():
+def test_the_lookup_is_chosen_for_repeated_text_and_the_head_for_new_text():
     choice = LookupChoice(3, 7)
     kinds, _ = played(choice, text_of("repeats"), 3, 0.5, costs_of(0.08))
     assert kinds[LOOKUP] > 2 * kinds[HEAD]
@@ -213,14 +215,14 @@ def test_what_repeats_goes_by_the_lookup_and_what_is_new_by_the_head():
     assert kinds[LOOKUP] < 0.02 * kinds[HEAD]
 
 
-def test_a_head_that_is_right_where_the_lookup_is_right_too_is_found_out():
-    """It costs as much and proposes as many: the rates alone differ."""
+def test_a_head_that_is_right_more_often_than_the_lookup_is_chosen():
+    """The head costs as much and proposes as many tokens, so only the rates differ."""
     choice = LookupChoice(3, 3)
     kinds, _ = played(choice, text_of("misleads"), 3, 0.95, lambda *_: 1.0)
     assert kinds[LOOKUP] < 0.15 * kinds[HEAD]
 
 
-def test_a_round_of_the_lookup_says_nothing_of_the_head_and_one_of_the_head_says_something_of_both():
+def test_a_lookup_round_updates_only_its_own_rates_and_a_head_round_updates_both():
     choice = LookupChoice(3, 3)
     for by_lookup in (True, False):
         choice.begin([1, 2, 3, 4, 5, 6, 1, 2, 3])
@@ -233,7 +235,7 @@ def test_a_round_of_the_lookup_says_nothing_of_the_head_and_one_of_the_head_says
         assert (after[1] == before[1]) == by_lookup and after[0] != before[0]
 
 
-def test_a_costly_window_is_proposed_in_part():
+def test_only_a_part_of_a_costly_window_is_proposed():
     text = text_of("repeats")
     choice, asked = LookupChoice(3, 15), []
 
@@ -249,8 +251,9 @@ def test_a_costly_window_is_proposed_in_part():
     assert asked[100:].count(15) > 0.5 * len(asked[100:])
 
 
-def test_tokens_that_the_head_made_already_are_left_for_longer_places_alone():
-    """Leaving a fused round's draft costs its making, which pays where the place goes on for several rounds."""
+def test_existing_draft_tokens_are_discarded_only_for_long_matches():
+    """Discarding the draft of a fused round wastes its cost, which pays only if the place continues for several
+    rounds."""
     text = list(range(20, 60))
     for common, leaves in ((3, False), (30, True)):
         choice = LookupChoice(3, 3)
@@ -266,8 +269,8 @@ def test_tokens_that_the_head_made_already_are_left_for_longer_places_alone():
 
 @settings(max_examples=600, deadline=None)
 @given(random=st.randoms(use_true_random=True))
-def test_generations_with_the_lookup_that_share_caches_say_what_each_says_alone(random: Random):
-    """The scripted caches refuse draft slots that were not seeded with the target's own features."""
+def test_generations_with_lookup_and_shared_caches_give_the_tokens_of_single_generations(random: Random):
+    """The scripted caches refuse draft slots that were not written with the target's own features."""
     metadata, (target, draft) = random_metadata(random), random_speculator(random)
     metadata = replace(metadata, verify_rows=random.choice([None, random.randint(metadata.chain_len + 1, 16)]))
     draft_window = metadata.draft_sliding_window and metadata.draft_sliding_window - metadata.proposals + 1
@@ -293,7 +296,7 @@ def test_generations_with_the_lookup_that_share_caches_say_what_each_says_alone(
 
 
 class Often(LookupChoice):
-    """Takes what it finds at random, in any number, and sometimes what stands nowhere."""
+    """A lookup that proposes what it finds at random and in any number, and sometimes random tokens."""
 
     def __init__(self, chain_len, longest, random):
         super().__init__(chain_len, longest)
@@ -307,14 +310,14 @@ class Often(LookupChoice):
 
 
 def repeating(prefix):
-    """A target that says the same 11 tokens over and over."""
+    """Return the next token of a target that repeats the same 11 tokens."""
     return (5 * (len(prefix) % 11) + 2) % VOCABULARY
 
 
 REPEATED = [repeating(range(at)) for at in range(25)]
 
 
-def test_a_text_that_repeats_is_accepted_whole_and_the_statistics_say_by_whom():
+def test_a_repeating_text_is_accepted_completely_and_counted_as_the_lookups():
     session = ScriptedSession(scripted_metadata(max_seq_len=120, verify_rows=8), repeating, wrong)
     result = complete(session, REPEATED, max_new_tokens=80, lookup=LookupChoice(3, 7))
     assert result.token_ids == [repeating(range(at)) for at in range(25, 105)]
@@ -327,8 +330,8 @@ def test_a_text_that_repeats_is_accepted_whole_and_the_statistics_say_by_whom():
     assert stats.num_lookup_drafts == 2 * counts["num_lookup_drafts"]
 
 
-def test_the_draft_steps_of_rounds_by_the_lookup_are_saved_and_their_slots_written_before_it_is_asked_again():
-    """A head that was right all the time is right again at once: its slots are those of the target's features."""
+def test_lookup_rounds_take_no_draft_step_and_their_slots_are_written_before_the_next_one():
+    """A head that was always right is right again at once, because its slots have the target's features."""
     metadata = scripted_metadata(max_seq_len=200, max_prefill=7)
     session = ScriptedSession(metadata, repeating, repeating)
     lookup = InTurns([True] * 9 + [False] * 3)
@@ -341,7 +344,7 @@ def test_the_draft_steps_of_rounds_by_the_lookup_are_saved_and_their_slots_writt
 
 
 class InTurns(LookupChoice):
-    """The lookup's round or the head's by a script."""
+    """A choice between lookup and head by a script."""
 
     def __init__(self, script):
         super().__init__(3, 3)
@@ -354,8 +357,8 @@ class InTurns(LookupChoice):
         return self._offered[: min(3, room)] if by_lookup else []
 
 
-def test_a_round_is_counted_as_its_own_proposers():
-    """The lookup proposes two tokens, the head three, in turn."""
+def test_a_round_is_counted_for_its_own_proposer():
+    """The lookup proposes two tokens and the head three, in turn."""
     session = ScriptedSession(scripted_metadata(max_seq_len=200), repeating, repeating)
     stats = complete(session, REPEATED, max_new_tokens=100, lookup=Counts([2, 0])).stats
     assert stats.num_lookup_draft_tokens == 2 * stats.num_lookup_drafts == stats.num_lookup_accepted_tokens
@@ -363,8 +366,8 @@ def test_a_round_is_counted_as_its_own_proposers():
     assert 3 * by_head == stats.num_draft_tokens - stats.num_lookup_draft_tokens > 0
 
 
-def test_never_more_slots_wait_than_a_call_of_the_draft_takes():
-    """A short proposal, whose slots wait, then one as long as the window."""
+def test_deferred_draft_slots_never_exceed_one_call_of_the_draft():
+    """A short proposal, whose slots are deferred, precedes one as long as the window."""
     metadata = scripted_metadata(max_seq_len=200, max_prefill=7, verify_rows=16)
     session = ScriptedSession(metadata, repeating, repeating)
     result = complete(session, REPEATED, max_new_tokens=150, lookup=Counts([2, 15, 1, 14]))
@@ -373,7 +376,7 @@ def test_never_more_slots_wait_than_a_call_of_the_draft_takes():
 
 
 class Counts(LookupChoice):
-    """So many tokens in turn."""
+    """A lookup that proposes given numbers of tokens in turn."""
 
     def __init__(self, counts):
         super().__init__(3, 15)
@@ -398,8 +401,8 @@ def test_the_next_turn_reuses_a_reply_that_the_lookup_proposed(whole):
 
 
 @pytest.mark.parametrize("lookup", [None, LookupChoice(3, 7)], ids=["head", "lookup"])
-def test_the_next_turn_reuses_a_prompt_whose_reply_was_left_early(lookup):
-    """As by a stop string, or by a client that leaves."""
+def test_the_next_turn_reuses_a_prompt_whose_reply_ended_early(lookup):
+    """A reply ends early at a stop string, or when a client disconnects."""
     metadata = scripted_metadata(max_seq_len=600, max_prefill=250, verify_rows=8)
     session, cached = ScriptedSession(metadata, repeating, wrong), CachedTokens()
     prompt = [repeating(range(at)) for at in range(200)]
@@ -410,7 +413,7 @@ def test_the_next_turn_reuses_a_prompt_whose_reply_was_left_early(lookup):
     assert again.stats.reused_prompt_tokens >= len(prompt) - 1
 
 
-def test_the_lookup_alone_needs_no_draft():
+def test_the_lookup_works_without_a_draft_head():
     session = ScriptedSession(scripted_metadata(max_seq_len=120), repeating, wrong)
     session.draft_decode = None
     result = complete(session, REPEATED, max_new_tokens=60, chain=0, lookup=LookupChoice(0, 3))
@@ -418,13 +421,13 @@ def test_the_lookup_alone_needs_no_draft():
     assert result.stats.num_accepted_tokens > 40
 
 
-def test_windows_of_the_lookup_end_where_the_context_ends():
+def test_windows_of_the_lookup_end_at_the_contexts_end():
     session = ScriptedSession(scripted_metadata(max_seq_len=60, verify_rows=16), repeating, wrong)
     result = complete(session, REPEATED, max_new_tokens=100, lookup=LookupChoice(3, 15))
     assert len(result.token_ids) == 35 and result.stats.num_lookup_accepted_tokens > 10
 
 
-def test_seconds_of_a_round_behind_the_lookups_are_not_taken_for_a_head_rounds(monkeypatch):
+def test_a_head_round_that_writes_deferred_slots_does_not_count_its_seconds(monkeypatch):
     chain = Told([3])
     session = ScriptedSession(scripted_metadata(max_seq_len=200), repeating, repeating)
     for _ in generate(session, REPEATED, max_new_tokens=100, chain=chain, lookup=InTurns([True, True, False, False])):
@@ -435,9 +438,9 @@ def test_seconds_of_a_round_behind_the_lookups_are_not_taken_for_a_head_rounds(m
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_samples_are_those_of_sampling_without_speculation(data):
-    """The noise of a token depends on seed, position and id alone, so a proposal, wherever it is from, is accepted if
-    it is what sampling draws: no distribution of the proposals enters."""
+def test_samples_with_the_lookup_equal_sampling_without_speculation(data):
+    """The noise of a token depends only on seed, position and id. A proposal from any source is therefore accepted if
+    it is the token that sampling draws, whatever the distribution of the proposals."""
     seed = data.draw(st.integers(0, 10_000), "tables")
     sampling = Sampling(
         temperature=data.draw(st.sampled_from([0.3, 1.0]), "temperature"),
@@ -456,8 +459,8 @@ def test_samples_are_those_of_sampling_without_speculation(data):
     assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
-def test_samples_over_seeds_have_the_targets_probabilities_though_a_lookup_proposes():
-    """Chi-square over 1,500 seeds of the second token, which the lookup proposes in every one."""
+def test_samples_over_seeds_with_the_lookup_have_the_targets_probabilities():
+    """A chi-square test over 1,500 seeds of the second token, which the lookup proposes for every seed."""
     logits = torch.zeros(1, VOCABULARY)
     logits[0, :4] = torch.tensor([2.0, 1.0, 0.5, 0.0])
     logits[0, 4:] = -20.0
@@ -476,13 +479,13 @@ def test_samples_over_seeds_have_the_targets_probabilities_though_a_lookup_propo
 
 
 class Zeros(LookupChoice):
-    """Proposes the likeliest token, always."""
+    """A lookup that always proposes the most likely token."""
 
     def offer(self, chain_len, room, drafted):
         return [0] * min(self._longest, room)
 
 
-def test_a_lookup_that_is_never_right_changes_no_token():
+def test_a_lookup_that_is_always_wrong_changes_no_token():
     session = ScriptedSession(scripted_metadata(), greedy, greedy)
     result = complete(session, PROMPT, max_new_tokens=40, lookup=Wrong(3, 3))
     assert result.token_ids == greedy_sequence(greedy, PROMPT, 40)
@@ -495,7 +498,7 @@ class Wrong(LookupChoice):
 
 
 class Forcing(Greedy):
-    """A grammar that leaves one way on for two tokens: the target's own."""
+    """A grammar that forces two tokens, the target's own."""
 
     greedy = False
 
@@ -512,8 +515,8 @@ class Forcing(Greedy):
         self._tokens += tokens
 
 
-def test_what_a_grammar_forces_goes_before_what_the_lookup_finds():
-    """Proposals that begin otherwise are wrong for sure; where all is forced the lookup is not asked."""
+def test_tokens_forced_by_a_grammar_precede_the_lookups_proposals():
+    """Proposals with another beginning are certainly wrong. If all tokens are forced, the lookup is not asked."""
     for chain in (3, 2):
         session = ScriptedSession(scripted_metadata(), greedy, wrong)
         options = {"chain": chain, "choice": Forcing(PROMPT), "lookup": Wrong(3, 3)}
@@ -525,7 +528,7 @@ def test_what_a_grammar_forces_goes_before_what_the_lookup_finds():
 
 
 class ForcingFrom(Greedy):
-    """A grammar that leaves one way on from a position: the repeating text's own."""
+    """A grammar that forces the tokens of the repeating text from a position on."""
 
     greedy = False
 
@@ -540,7 +543,7 @@ class ForcingFrom(Greedy):
         self._length += len(tokens)
 
 
-def test_rounds_that_a_grammar_forces_behind_the_lookups_are_not_counted_as_its_own():
+def test_rounds_forced_by_a_grammar_after_lookup_rounds_are_not_counted_as_the_lookups():
     session, lookup, taken = (
         ScriptedSession(scripted_metadata(max_seq_len=200), repeating, wrong),
         LookupChoice(3, 3),
@@ -556,7 +559,7 @@ def test_rounds_that_a_grammar_forces_behind_the_lookups_are_not_counted_as_its_
     assert result.stats.num_drafts > rounds + 10
 
 
-def test_chain_lengths_in_turn_go_with_the_lookup():
+def test_the_lookup_works_with_changing_chain_lengths():
     session = ScriptedSession(scripted_metadata(max_seq_len=120), repeating, repeating)
     session.has_speculate = True
     options = {"max_new_tokens": 90, "chain": InTurn([3, 3, 1, 0, 2])}

@@ -1,4 +1,4 @@
-"""The adaptive chain length, on simulated machines and texts: it is about as fast as the best fixed length."""
+"""The adaptive chain length is about as fast as the best fixed length, on simulated machines and texts."""
 
 import re
 from dataclasses import replace
@@ -23,7 +23,7 @@ def adaptive(longest=7):
 
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("draft", [0.05, 0.15, 0.3])
-def test_it_is_within_three_percent_of_the_best_length(rate, draft):
+def test_the_adaptive_length_is_within_three_percent_of_the_best_fixed_length(rate, draft):
     assert to_the_best(Machine(draft=draft), Text((rate,)), adaptive()) > 0.97
 
 
@@ -55,35 +55,35 @@ MACHINES = {
 
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("generation", [None, 24], ids=["one long text", "short texts"])
-def test_machines_of_all_kinds(name, generation):
+def test_the_adaptive_length_is_fast_on_all_kinds_of_machines(name, generation):
     least, machine = MACHINES[name]
     assert to_the_best(machine, Text((0.8,)), adaptive(), generation=generation) > least
 
 
 @pytest.mark.parametrize("machine", [Machine(draft=0.5), Machine(row=0.8)], ids=["a slow draft", "slow by rows"])
 @pytest.mark.parametrize("noise", [0, 0.15])
-def test_where_speculation_does_not_pay_trying_it_takes_few_percent(machine, noise):
+def test_trying_speculation_that_does_not_pay_costs_few_percent(machine, noise):
     assert to_the_best(replace(machine, noise=noise), Text((0.3,)), adaptive()) > 0.97
 
 
-def test_short_generations_are_learned_from_together():
-    """No comparison fits into a generation of 6 tokens."""
+def test_costs_are_learned_across_short_generations():
+    """A generation of 6 tokens is too short for a comparison."""
     assert to_the_best(Machine(), Text((0.5,)), adaptive(), generation=6) > 0.97
 
 
 @pytest.mark.parametrize(("phase", "least"), [(100, 0.95), (300, 1.05), (1000, 1.1)])
-def test_a_text_that_is_easy_and_hard_by_turns_is_followed(phase, least):
-    """Faster than any one length, where there is time to follow it."""
+def test_the_adaptive_length_follows_a_text_that_is_easy_and_hard_in_turn(phase, least):
+    """The adaptive length is faster than any fixed length if there is time to follow the text."""
     assert to_the_best(Machine(draft=0.2), Text((0.95, 0.1), phase), adaptive(), tokens=6000) > least
 
 
-def test_texts_by_turns_go_faster_than_with_any_one_length():
+def test_alternating_texts_are_faster_than_with_any_fixed_length():
     assert to_the_best(Machine(draft=0.2), Text((0.92, 0.2), 200), adaptive(), tokens=6000, generation=200) > 1.05
 
 
 @pytest.mark.parametrize(("longest", "factor"), [(3, 10), (7, 2), (7, 10)])
 @pytest.mark.parametrize("rounds", [1, 2, 3, 5, 8, 21, 55])
-def test_within_200_tokens_of_any_stall_it_is_as_fast_again(rounds, factor, longest):
+def test_the_adaptive_length_recovers_within_200_tokens_of_a_stall(rounds, factor, longest):
     text = Text((0.7,))
     best = max(speed(play(Machine(), text, FixedChain(length), 100)) for length in range(longest + 1))
     for first in range(40):
@@ -92,8 +92,8 @@ def test_within_200_tokens_of_any_stall_it_is_as_fast_again(rounds, factor, long
         assert speed([each for each in played if end + 200 < each.end <= end + 500]) > 0.94 * best, first
 
 
-def test_a_machine_that_slows_down_steadily_is_measured_rightly():
-    """Rounds of the other length lie between rounds of the present one, so that a drift falls out."""
+def test_a_steady_slowdown_does_not_distort_the_costs():
+    """Rounds of the other length lie between rounds of the present one, so that a drift cancels."""
     chain, clock = AdaptiveChain(1), 1.0
     for _ in range(40):
         length = chain.next()
@@ -104,7 +104,7 @@ def test_a_machine_that_slows_down_steadily_is_measured_rightly():
     assert costs == pytest.approx(1 / 0.6, rel=0.03)
 
 
-def test_no_length_is_used_before_it_was_compared():
+def test_no_chain_length_is_used_before_it_was_compared():
     chain, asked = AdaptiveChain(7), {7}
     for seed in range(20):
         for each in play(Machine(noise=0.2), Text((0.9, 0.3), 150), Spied(chain, asked), 300, seed):
@@ -112,7 +112,7 @@ def test_no_length_is_used_before_it_was_compared():
 
 
 class Spied:
-    """A chain whose length is always one that it has asked for before."""
+    """A chain length that records the lengths it returned, and checks that a used length was compared."""
 
     def __init__(self, chain, asked):
         self._chain, self._asked, self.begin = chain, asked, chain.begin
@@ -126,11 +126,11 @@ class Spied:
         self._chain.record(proposed, accepted, seconds)
 
 
-def test_rounds_that_the_contexts_end_cuts_short_say_nothing_of_costs():
+def test_rounds_shortened_by_the_contexts_end_do_not_change_the_costs():
     assert to_the_best(Machine(), Text((0.8,)), adaptive(), generation=40, cut=10) > 0.975
 
 
-def test_a_clock_that_stands_still_does_no_harm():
+def test_a_clock_that_stands_still_does_not_break_the_adaptive_length():
     chain = AdaptiveChain(3)
     chain.begin()
     for _ in range(50):
@@ -138,7 +138,7 @@ def test_a_clock_that_stands_still_does_no_harm():
     assert chain.length == 3
 
 
-def test_speculation_that_does_not_pay_goes_off_and_says_so_and_comes_back():
+def test_speculation_that_does_not_pay_is_turned_off_with_a_note_and_turned_on_again():
     chain, poor, good = AdaptiveChain(3), Machine(draft=0.3), Machine(draft=0.05)
     assert chain.note is None
     lengths = [each.length for each in play(poor, Text((0.05,)), chain, 600)]
@@ -154,7 +154,7 @@ def test_speculation_that_does_not_pay_goes_off_and_says_so_and_comes_back():
 
 
 class Clock:
-    """Seconds that a session's methods and the caller take, and nobody else."""
+    """A clock that advances only in a session's methods and in the caller."""
 
     def __init__(self):
         self.now = 0.0
@@ -164,7 +164,7 @@ class Clock:
 
 
 class TimedScript(ScriptedSession):
-    """A second for each call of the draft, 10 for each row of the target."""
+    """A scripted session whose draft calls take 1 second, and whose target takes 10 seconds per row."""
 
     def __init__(self, clock, *args):
         super().__init__(*args)
@@ -180,7 +180,7 @@ class TimedScript(ScriptedSession):
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["three methods", "whole rounds"])
-def test_a_rounds_seconds_are_its_drafts_and_its_verification_whatever_the_caller_does_between(whole, monkeypatch):
+def test_a_rounds_seconds_exclude_the_callers_time(whole, monkeypatch):
     clock, chain = Clock(), Told([2, 3, 3, 3, 0, 1])
     monkeypatch.setattr("eagle3.runner.rounds.rounds.time", SimpleNamespace(perf_counter=clock))
     session = TimedScript(clock, scripted_metadata(), greedy, right_at(0, 1))
@@ -193,7 +193,7 @@ def test_a_rounds_seconds_are_its_drafts_and_its_verification_whatever_the_calle
     assert seconds == [32, 43, 43, 43, 10, 21, 32]
 
 
-def test_a_turn_without_speculation_is_reused_by_the_next():
+def test_the_next_turn_reuses_a_turn_without_speculation():
     session, cached = ScriptedSession(scripted_metadata(), greedy, greedy), CachedTokens()
     first = complete(session, PROMPT, max_new_tokens=4, chain=Told([0]), cached=cached)
     turn = [*PROMPT, *first.token_ids, 3, 1]
@@ -206,19 +206,19 @@ def test_a_turn_without_speculation_is_reused_by_the_next():
 
 
 def conditional(tokens):
-    """The rates of which ``tokens`` are made."""
+    """Return the acceptance rates from the expected ``tokens`` by length."""
     steps = [after - before for before, after in zip(tokens, tokens[1:], strict=False)]
     return [step / before for before, step in zip([1.0, *steps], steps, strict=False)]
 
 
-def test_rates_come_to_what_each_position_shows():
+def test_acceptance_rates_converge_to_each_positions_rate():
     rates = AcceptanceRates(4)
     for index in range(3000):
         rates.record(4, (0, 1, 2, 4)[index % 4])
     assert conditional(rates.tokens()) == pytest.approx([3 / 4, 2 / 3, 1 / 2, 1], abs=0.1)
 
 
-def test_a_position_that_was_never_reached_is_as_the_one_before():
+def test_a_position_never_reached_has_the_rate_of_the_one_before():
     rates = AcceptanceRates(4)
     for index in range(400):
         rates.record(2, 2 if index % 2 else 0)
@@ -227,7 +227,7 @@ def test_a_position_that_was_never_reached_is_as_the_one_before():
     assert others == pytest.approx([1, 1, 1], abs=0.05)
 
 
-def test_rounds_without_proposals_say_nothing():
+def test_rounds_without_proposals_do_not_change_the_rates():
     rates = AcceptanceRates(3)
     rates.record(3, 1)
     before = rates.tokens()
@@ -236,7 +236,7 @@ def test_rounds_without_proposals_say_nothing():
     assert rates.tokens() == before
 
 
-def test_a_text_is_followed_within_100_rounds_and_forgotten_for_what_is_usual():
+def test_rates_follow_a_text_within_100_rounds_and_return_to_the_usual_ones():
     rates = AcceptanceRates(1)
     for _ in range(2000):
         rates.record(1, 1)

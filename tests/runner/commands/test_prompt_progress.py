@@ -1,4 +1,4 @@
-"""The line that shows how much of a long prompt has been read."""
+"""A line on a terminal shows how much of a long prompt has been read."""
 
 import time
 
@@ -18,7 +18,7 @@ class Slow(ThreeMethods):
 
 @pytest.fixture
 def said(session, capfd, monkeypatch):
-    """Generates from a prompt of several chunks, and returns what is printed to stderr."""
+    """A function that generates from a prompt of several chunks, and returns the text on stderr."""
     monkeypatch.setattr(prompt_progress, "INTERVAL", 0.01)
 
     def run(patience: float) -> str:
@@ -41,5 +41,5 @@ def test_a_long_prompt_shows_its_progress_on_a_terminal(said, session, monkeypat
     assert "reading" not in said(patience=60.0)
 
 
-def test_without_a_terminal_there_is_none(said):
+def test_without_a_terminal_no_prompt_progress_is_shown(said):
     assert said(patience=0.0) == ""

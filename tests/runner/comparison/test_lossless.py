@@ -1,4 +1,4 @@
-"""A generation that speculation changed is found, and so is what changed it."""
+"""A generation that speculation changed is found, with the cause of the change."""
 
 import json
 from dataclasses import replace
@@ -26,8 +26,8 @@ def greedy(prefix):
 
 
 class Rounding(ScriptedSession):
-    """A session whose logits are one apart, and ``margin`` at position ``AT``; there the two best ones change places in
-    the calls that ``(method, rows) in odd`` names, wherever the row."""
+    """A session whose logits differ by one, and by ``margin`` at position ``AT``. There the two best ones are swapped
+    in calls with ``(method, rows)`` in ``odd``, in any row."""
 
     def __init__(self, odd=(), margin=1e-5, has_logits=True, **metadata):
         super().__init__(replace(scripted_metadata(**metadata), has_logits=has_logits), greedy, greedy)
@@ -64,7 +64,7 @@ def by(divergence, token):
     return {(said.method, said.rows, said.row) for said in divergence.said if said.token == token}
 
 
-def test_the_artifact_is_lossless_and_the_session_usable_after(session):
+def test_the_artifact_is_lossless_and_the_session_is_usable_after_a_replay(session):
     prompt = [2, 318, 1664, 11]
     said = complete(session, prompt, max_new_tokens=40).token_ids
     found = replay(session, prompt, said)
@@ -91,7 +91,7 @@ def test_a_wrong_token_of_the_artifact_is_a_real_difference_and_its_methods_agre
     assert "real difference" in lines(found)[-1]
 
 
-def test_a_near_tie_is_named_with_the_methods_that_round_otherwise():
+def test_a_near_tie_is_reported_with_the_methods_that_round_differently():
     found = checked(Rounding(FOUR))
     divergence, token = found.divergence, greedy_sequence(greedy, PROMPT, 30)[AT - len(PROMPT)]
     assert (divergence.index, divergence.position) == (AT - len(PROMPT), AT)
@@ -119,7 +119,7 @@ def test_a_near_tie_is_named_with_the_methods_that_round_otherwise():
 
 
 class FusedRounds(Rounding):
-    """It rounds otherwise within ``speculate`` alone, which gives no logits."""
+    """A session that rounds differently only in ``speculate``, which returns no logits."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ class FusedRounds(Rounding):
             self.odd = ()
 
 
-def test_a_near_tie_of_fused_rounds_is_named_with_them():
+def test_a_near_tie_of_fused_rounds_is_reported_with_speculate():
     found = checked(FusedRounds())
     divergence, own = found.divergence, found.divergence.said[-1]
     assert divergence.near_tie is divergence.reproduced is True and divergence.position == AT
@@ -143,7 +143,7 @@ def test_a_near_tie_of_fused_rounds_is_named_with_them():
     assert said in lines(found)
 
 
-def test_speculation_is_run_again_with_the_chain_length_that_it_had():
+def test_speculation_is_run_again_with_its_own_chain_length():
     session = Rounding(((TARGET_VERIFY, 2),))
     said = complete(session, PROMPT, max_new_tokens=30, chain=1).token_ids
     own = replay(session, PROMPT, said, chain=1).divergence.said[-1]
@@ -151,22 +151,22 @@ def test_speculation_is_run_again_with_the_chain_length_that_it_had():
     assert not replay(session, PROMPT, said).divergence.reproduced
 
 
-def test_stop_tokens_end_no_replay():
+def test_a_replay_does_not_end_at_stop_tokens():
     stop = greedy_sequence(greedy, PROMPT, 30)[3]
     session = Rounding(eos_ids=[stop])
     found = replay(session, PROMPT, complete(session, PROMPT, max_new_tokens=30, stop_ids=()).token_ids)
     assert (found.compared, found.divergence) == (30, None)
 
 
-def test_methods_that_are_far_apart_are_a_defect():
+def test_methods_whose_logits_are_far_apart_are_a_defect():
     found = checked(Rounding(FOUR, margin=0.5))
     assert found.divergence.near_tie is False
     assert found.divergence.reproduced
     assert "a real difference" in lines(found)[-1]
 
 
-def test_a_loop_that_says_what_no_method_says_is_a_defect_and_not_a_near_tie():
-    """The third best token, where the two best are nearly tied."""
+def test_a_token_that_no_method_gives_is_a_defect_and_not_a_near_tie():
+    """The loop emits the third best token, where the two best are a near-tie."""
     session = Rounding()
     said = complete(session, PROMPT, max_new_tokens=30).token_ids
     said[AT - len(PROMPT)] = (said[AT - len(PROMPT)] + 2) % VOCABULARY
@@ -176,14 +176,14 @@ def test_a_loop_that_says_what_no_method_says_is_a_defect_and_not_a_near_tie():
     assert "no method" in lines(found)[1]
 
 
-def test_coarser_activations_tie_further_apart():
+def test_coarser_activations_have_a_larger_near_tie_tolerance():
     logits = torch.linspace(-16.0, 16.0, 65)
     assert rounding(logits, torch.float32) == 1e-3
     step = float(torch.tensor(16.25).bfloat16() - torch.tensor(16.0).bfloat16()) / 2
     assert rounding(logits, torch.bfloat16) * float(logits.std()) == pytest.approx(2 * step)
 
 
-def test_without_logits_it_is_found_all_the_same():
+def test_a_difference_is_found_even_without_logits():
     found = checked(Rounding(FOUR, has_logits=False))
     divergence = found.divergence
     assert divergence.position == AT
@@ -192,7 +192,7 @@ def test_without_logits_it_is_found_all_the_same():
     assert "no logits" in lines(found)[-1]
 
 
-def test_without_decode_windows_of_one_new_token_replay_it():
+def test_without_decode_a_replay_uses_windows_with_one_new_token():
     session = Rounding(((TARGET_VERIFY, 2),))
     session.has_decode = False
     found = checked(session)
@@ -206,8 +206,8 @@ def test_without_decode_windows_of_one_new_token_replay_it():
     ]
 
 
-def test_at_the_end_of_the_context():
-    """The last token's row has room for one more behind it."""
+def test_a_difference_at_the_contexts_end_is_explained():
+    """One slot follows the row of the last token."""
     session = Rounding(((TARGET_VERIFY, 3),), max_seq_len=AT + 1)
     found = replay(session, PROMPT, greedy_sequence(greedy, PROMPT, 99, max_seq_len=AT + 1))
     assert (found.compared, found.divergence) == (AT + 1 - len(PROMPT), None)
@@ -219,8 +219,8 @@ def test_at_the_end_of_the_context():
 
 
 @pytest.mark.parametrize("window", [0, 4, 5, 8, 16])
-def test_no_method_reads_what_was_never_written_or_lost_by_a_ring(window):
-    """The scripted caches see to that."""
+def test_no_probe_reads_slots_that_were_never_written_or_overwritten_in_a_ring(window):
+    """The scripted caches check this."""
     for index in range(40):
         session = Rounding(window=window, draft_window=window, min_prefill=3, max_prefill=min(window or 12, 12))
         said = greedy_sequence(greedy, PROMPT[:1], 40)
@@ -230,14 +230,14 @@ def test_no_method_reads_what_was_never_written_or_lost_by_a_ring(window):
         assert (DECODE, 1, 0) in by(divergence, divergence.replayed)
 
 
-def test_no_method_finds_before_its_rows_what_another_wrote():
+def test_no_probe_reads_slots_that_another_probe_wrote():
     starts = [probe.span(30)[0] for probe in probes(scripted_metadata(), True, 30)]
     assert len(starts) == 1 + 9 + 1
     assert starts == sorted(starts, reverse=True)
 
 
 class Seeded:
-    """The artifact's choice, or the one beside it, by a seed and the position alone."""
+    """A choice of the artifact's token or its neighbour, by a seed and the position only."""
 
     greedy = False
 
@@ -276,8 +276,9 @@ def test_a_seeded_choice_is_replayed_with_its_seed():
     assert by(divergence, divergence.token) == {(TARGET_VERIFY, 4, row) for row in range(4)}
 
 
-def test_what_came_of_caches_taken_up_is_not_said_to_be_reproduced():
-    """All but the second prompt's last token is cached: decode computes it, and prefill where nothing is."""
+def test_a_difference_caused_by_reused_caches_is_not_reported_as_reproduced():
+    """All but the last token of the second prompt is cached, so ``decode`` computes it; without a cache ``prefill``
+    would."""
     session, cached = Rounding(((DECODE, 1),)), CachedTokens()
     prompt = [*PROMPT, *greedy_sequence(greedy, PROMPT, AT - len(PROMPT))]
     complete(session, prompt[:-1], max_new_tokens=5, cached=cached)
@@ -290,12 +291,12 @@ def test_what_came_of_caches_taken_up_is_not_said_to_be_reproduced():
 
 
 @pytest.mark.parametrize("count", [0, 58])
-def test_what_no_generation_can_have_given_is_refused(count):
+def test_a_replay_of_an_impossible_number_of_tokens_is_refused(count):
     with pytest.raises(ValueError, match=f"{count} generated tokens"):
         replay(Rounding(), PROMPT, [0] * count)
 
 
-def test_what_quantizes_activations_may_round_a_code_otherwise():
+def test_quantized_activations_have_the_tolerance_of_a_changed_code():
     plain = [near_tie(recipe) for recipe in ("none", "default", "checkpoint", None)]
     assert near_tie("8da4w") == near_tie("8da8w") > max(plain) == min(plain)
 
@@ -312,7 +313,7 @@ def test_what_quantizes_activations_may_round_a_code_otherwise():
         ('{"check": {"tolerance": 0.21}}', 0.21),
     ],
 )
-def test_a_replay_takes_the_tolerance_that_the_check_after_the_export_measured(record, tie, tmp_path):
+def test_a_replay_uses_the_tolerance_measured_by_the_export_check(record, tie, tmp_path):
     if record is not None:
         (tmp_path / "export.json").write_text(record)
     session = Rounding(FOUR, manifest={"qlinear": "8da4w"})

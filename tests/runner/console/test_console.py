@@ -40,13 +40,13 @@ RUN = "from eagle3.runner.run.cli import main; main()"
 
 
 def run_through_shell(redirection: str, program: str, *args, **environment) -> subprocess.CompletedProcess:
-    """Python's ``-c program`` with the streams as ``redirection`` has them, its output buffered as in a shell."""
+    """Run Python's ``-c program`` with the streams of ``redirection`` and its output buffered as in a shell."""
     command = ["sh", "-c", f'"$@" {redirection}', "sh", sys.executable, "-c", program, *args]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LC_", "LANG"))}
     return subprocess.run(command, capture_output=True, env=kept | {"LC_ALL": "C.UTF-8"} | environment, timeout=300)
 
 
-def test_a_closed_stderr_loses_no_text_and_no_file_takes_its_place(tmp_path):
+def test_a_closed_stderr_loses_no_text_and_no_file_gets_its_descriptor(tmp_path):
     done = run_through_shell("2>&-", SMALL, tmp_path / "file")
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.decode() == TEXT + 20_000 * "."
@@ -54,7 +54,7 @@ def test_a_closed_stderr_loses_no_text_and_no_file_takes_its_place(tmp_path):
     assert run_through_shell("2>&-", SMALL, tmp_path / "fails").returncode == 1
 
 
-def test_a_closed_stdout_is_one_line_before_anything_is_done(tmp_path):
+def test_a_closed_stdout_is_reported_in_one_line_before_any_work(tmp_path):
     done = run_through_shell(">&-", SMALL, tmp_path / "file")
     assert (done.returncode, done.stdout, (tmp_path / "file").exists()) == (1, b"", False)
     assert done.stderr.decode().splitlines() == [
@@ -80,26 +80,26 @@ def test_a_character_that_the_terminal_lacks_is_escaped(environment, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_command_ends_as_a_shell_says_it_was_interrupted(number, code, tmp_path):
+def test_an_interrupted_command_has_the_exit_code_of_its_signal(number, code, tmp_path):
     program = SMALL.replace("raise ValueError", f"os.kill(os.getpid(), {int(number)}); raise ValueError")
     done = run_through_shell("; exit $?", program, tmp_path / "file")
     assert done.returncode == code and b"Traceback" not in done.stderr
 
 
-def test_a_file_that_is_not_there_is_named_without_an_errno():
+def test_a_missing_file_is_named_without_an_errno():
     with pytest.raises(FileNotFoundError) as raised:
         Path("no/such.jsonl").read_bytes()
     assert one_line(raised.value) == "no/such.jsonl: No such file or directory"
 
 
-def test_a_reader_that_has_gone_ends_the_command_quietly(tmp_path):
+def test_a_closed_pipe_ends_the_command_quietly(tmp_path):
     program = f"{SMALL.replace('range(20_000)', 'range(2_000_000)')}"
     done = run_through_shell('| head -c 5; exit "$?"', f"import os, sys\n{program}", tmp_path / "file")
     assert done.stdout == TEXT.encode()[:5]
     assert [line for line in done.stderr.decode().splitlines() if not line.startswith("told: ")] == []
 
 
-def test_the_exit_code_of_a_broken_pipe_is_1_and_of_a_full_disk_too(tmp_path):
+def test_a_broken_pipe_and_a_full_disk_have_exit_code_1(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-c", SMALL, tmp_path / "file"]
@@ -115,7 +115,7 @@ def test_the_exit_code_of_a_broken_pipe_is_1_and_of_a_full_disk_too(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_line_that_nobody_can_read_does_not_stop_the_command(tmp_path):
+def test_an_unwritable_stderr_does_not_stop_the_command(tmp_path):
     done = run_through_shell("2>/dev/full", SMALL, tmp_path / "file")
     assert (done.returncode, done.stdout.decode()) == (0, TEXT + 20_000 * ".")
 
@@ -133,14 +133,14 @@ def test_the_runner_prints_all_text_escaped_and_without_a_stderr(artifact):
 
 
 @pytest.mark.parametrize("chat", [(), ("--chat",)], ids=["plain", "chat"])
-def test_a_prompt_that_is_not_utf8_is_refused_by_its_byte_and_place(chat):
+def test_a_prompt_that_is_not_utf8_is_refused_with_the_byte_and_its_place(chat):
     done = run_through_shell("", RUN, "nowhere", "--prompt", b"abc\xff", *chat)
     assert (done.returncode, done.stdout) == (2, b"")
     (line,) = done.stderr.decode().splitlines()
     assert line.startswith("Error: ") and "--prompt" in line and "0xff in position 3" in line
 
 
-def test_a_prompt_in_utf8_is_itself_in_every_locale():
+def test_a_prompt_in_utf8_is_unchanged_in_every_locale():
     program = "import sys; from eagle3.runner.console.text_input import argument_text as text"
     program += "; print(ascii(text(sys.argv[1])))"
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -148,7 +148,7 @@ def test_a_prompt_in_utf8_is_itself_in_every_locale():
     assert argument_text(TEXT) == TEXT
 
 
-def test_half_a_surrogate_pair_is_refused_wherever_a_prompt_comes_from():
+def test_a_lone_surrogate_is_refused_in_prompts_of_every_source():
     text = Text(TARGETS["gemma4-tiny"].checkpoint)
     half = "ab\ud800c"
     for encode, prompt in ((text.encode, half), (text.encode_messages, [{"role": "user", "content": half}])):

@@ -1,4 +1,4 @@
-"""Metadata reads back as it was written, and a runner refuses what it does not know."""
+"""Metadata reads back as it was written, and a runner refuses formats that it does not know."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_metadata_reads_back_as_it_was_written(changes):
     assert found.draft_ids is written.draft_ids
 
 
-def test_with_forward_lengths_are_named_as_executorchs_runner_names_them():
+def test_with_forward_lengths_have_the_names_of_executorchs_runner():
     assert PLAIN.constant_methods()["get_max_seq_len"] == 64
     assert "get_max_context_len" not in PLAIN.constant_methods()
     constants = replace(PLAIN, forward_len=7).constant_methods()
@@ -41,7 +41,7 @@ def test_with_forward_lengths_are_named_as_executorchs_runner_names_them():
     assert read(constants).max_seq_len == 64
 
 
-def test_what_a_runner_must_know_has_a_version_and_a_later_one_is_refused():
+def test_each_addition_has_a_format_version_and_a_later_version_is_refused():
     plain = {"proposals": 1, "has_logits": False, "has_forward": False, "has_speculate": False}
     assert format_version(**plain) == 1
     assert format_version(**plain | {"proposals": 3}) == 2
@@ -55,7 +55,7 @@ def test_what_a_runner_must_know_has_a_version_and_a_later_one_is_refused():
         read(later.constant_methods())
 
 
-def test_a_constant_that_is_not_there_is_named_unless_it_came_later():
+def test_a_missing_constant_is_named_unless_it_was_added_later():
     constants = PLAIN.constant_methods()
     del constants["get_sliding_window"]
     with pytest.raises(MissingMetadata, match="no constant method 'get_sliding_window'"):

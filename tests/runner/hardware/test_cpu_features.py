@@ -1,4 +1,4 @@
-"""A processor that a package's wheels do not start on is named in a line; no other is refused."""
+"""A processor that lacks the features of a package's wheels is refused in one line; no other one is refused."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ RUN = "no-artifact", "--prompt", "x"
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Another processor, and for the processes of this one another package."""
+    """A function that makes this process see another processor, and its child processes another package."""
 
     def make(cpuinfo: str, package: str | None = None) -> None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
@@ -37,31 +37,31 @@ def machine(monkeypatch, tmp_path):
     ("cpuinfo", "package", "said"),
     [(KVM64, "numpy", "no ssse3, sse4_1, sse4_2, popcnt, lahf_lm"), (CORTEX_A72, "executorch", "no atomics")],
 )
-def test_a_command_names_what_a_package_dies_of(machine, cpuinfo, package, said):
+def test_a_command_names_the_cpu_features_that_a_package_lacks(machine, cpuinfo, package, said):
     machine(cpuinfo, package)
     code, line = fail_command(run_main, *RUN)
     assert (code, said in line, package in line) == (1, True, True)
 
 
-def test_so_does_the_library(machine):
+def test_the_library_names_the_cpu_features_that_a_package_lacks(machine):
     machine(KVM64, "numpy")
     with pytest.raises(ValueError, match="no ssse3"):
         load(Path("no-artifact"))
 
 
 @pytest.mark.parametrize(("cpuinfo", "package"), [(NEHALEM, "numpy"), (CORTEX_A76, "executorch"), ("", "numpy")])
-def test_a_processor_that_lacks_nothing_is_not_tried(machine, cpuinfo, package):
+def test_a_processor_with_all_features_needs_no_trial_import(machine, cpuinfo, package):
     machine(cpuinfo, package)
     assert "no-artifact is missing" in fail_command(run_main, *RUN)[1]
 
 
 @pytest.mark.parametrize("cpuinfo", [KVM64, CORTEX_A72])
-def test_packages_that_do_without_are_not_refused(machine, cpuinfo):
+def test_packages_built_without_the_features_are_not_refused(machine, cpuinfo):
     machine(cpuinfo)
     assert "no-artifact is missing" in fail_command(run_main, *RUN)[1]
 
 
-def test_another_system_is_left_alone(monkeypatch, tmp_path):
+def test_cpu_features_are_not_checked_on_another_system(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_features, "CPUINFO", tmp_path / "none")
     cpu_features.check_cpu_features()
 
@@ -75,6 +75,6 @@ def test_another_system_is_left_alone(monkeypatch, tmp_path):
         ("", False),
     ],
 )
-def test_an_x86_processor_without_avx512_is_told_from_others(lines, lacks, tmp_path):
+def test_an_x86_processor_without_avx512_is_recognized(lines, lacks, tmp_path):
     (tmp_path / "cpuinfo").write_text(lines)
     assert cpu_features.lacks_avx512(tmp_path / "cpuinfo") == lacks

@@ -1,4 +1,4 @@
-"""A process has one host of CUDA artifacts: the functions that libraries find are the first that came."""
+"""A process has one host of CUDA artifacts, because libraries find the functions that were loaded first."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ CHECK = "from eagle3.runner.hosts.one_host import check_only_host; check_only_ho
 
 @pytest.fixture(scope="module")
 def other_host(tmp_path_factory):
-    """A library that gives to all what ExecuTorch's would."""
+    """A library with the global functions of ExecuTorch's host."""
     source = tmp_path_factory.mktemp("host") / "shims.cpp"
     library = source.with_name("libaoti_cuda_shims.so")
     source.write_text(f'extern "C" int {SHARED}(void*, void**) {{ return 0; }}')
@@ -27,23 +27,23 @@ def other_host(tmp_path_factory):
 
 
 def says(code: str) -> str:
-    """The last line of a process's errors."""
+    """Return the last line that a process prints to stderr."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return (done.stderr.strip().splitlines() or [""])[-1]
 
 
 @pytest.mark.parametrize("host", [True, False])
-def test_a_process_without_a_host_takes_either(host):
+def test_a_process_without_a_host_accepts_either(host):
     assert says(CHECK.format(host)) == ""
 
 
-def test_executorch_after_pytorch_is_refused(other_host):
+def test_executorch_as_host_after_pytorch_is_refused(other_host):
     assert says(LOAD_TORCH + CHECK.format(True)) == ""
     assert "ExecuTorch cannot run a CUDA artifact" in (said := says(LOAD_TORCH + CHECK.format(False)))
-    assert "libraries would call libtorch_cpu.so" in said and "one --runtime a process" in said
+    assert "libraries would call libtorch_cpu.so" in said and "one --runtime per process" in said
 
 
-def test_pytorch_after_executorch_is_refused(other_host):
+def test_pytorch_as_host_after_executorch_is_refused(other_host):
     load = LOAD_OTHER.format(other_host)
     assert says(load + CHECK.format(False)) == ""
     assert "PyTorch cannot run a CUDA artifact" in (said := says(load + LOAD_TORCH + CHECK.format(True)))

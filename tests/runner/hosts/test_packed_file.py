@@ -1,4 +1,4 @@
-"""A file of packed weights: written by the first start, mapped by the next, never wrong."""
+"""A file of packed weights is written by the first start and mapped by later ones, and gives the same tokens."""
 
 import json
 import shutil
@@ -33,7 +33,8 @@ print(json.dumps([tokens, 1024 * private, str(packed) in open("/proc/self/maps")
 
 
 def started(artifact: Path, *packed: Path) -> tuple[list[int], int, bool]:
-    """Tokens, private bytes before them, and whether a file of ``packed`` is mapped, of a process of its own."""
+    """Start a process. Returns its tokens, its private bytes before them, and True if a file of ``packed`` is
+    mapped."""
     command = [sys.executable, "-c", STARTED % PROMPT, str(artifact), *map(str, packed)]
     return tuple(json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout))
 
@@ -51,7 +52,7 @@ def state(folder: Path) -> tuple[int, int]:
     return file.stat().st_mtime_ns, file.stat().st_size
 
 
-def test_a_later_start_maps_the_file_and_says_the_same(artifact, packed):
+def test_a_later_start_maps_the_packed_file_and_gives_the_same_tokens(artifact, packed):
     before, weights = state(packed), (artifact / "model.pte").stat().st_size
     alone, own_bytes, _ = started(artifact)
     tokens, private_bytes, is_mapped = started(artifact, packed)
@@ -59,7 +60,7 @@ def test_a_later_start_maps_the_file_and_says_the_same(artifact, packed):
     assert own_bytes - private_bytes > weights / 4
 
 
-def test_processes_map_it_at_once_and_one_that_writes_it_disturbs_nobody(artifact, packed, tmp_path):
+def test_processes_map_the_packed_file_at_once_and_a_writer_disturbs_none(artifact, packed, tmp_path):
     session = open_session(open_artifact(artifact), packed_weights=packed)
     tokens = complete(session, PROMPT, max_new_tokens=20).token_ids
     held = started(artifact, packed)
@@ -73,7 +74,7 @@ def test_processes_map_it_at_once_and_one_that_writes_it_disturbs_nobody(artifac
 
 
 @pytest.mark.parametrize("kept", [0, 10, 5000, -1])
-def test_a_file_that_was_cut_is_written_again(kept, artifact, packed, tmp_path):
+def test_a_truncated_packed_file_is_written_again(kept, artifact, packed, tmp_path):
     (whole,) = packed.iterdir()
     cut = tmp_path / whole.name
     cut.write_bytes(whole.read_bytes()[:kept])
@@ -94,13 +95,13 @@ def test_another_processor_executorch_or_program_has_a_file_of_its_own(artifact,
     assert len(names) == 4
 
 
-def test_a_processor_is_its_kinds_of_core(tmp_path):
+def test_a_processor_is_identified_by_its_kinds_of_core(tmp_path):
     file = tmp_path / "cpuinfo"
     file.write_text("processor\t: 0\nCPU part\t: 0xd0b\ncpu MHz: 5\n\nprocessor\t: 1\nCPU part\t: 0xd05\n")
     assert processor(file) == "CPU part: 0xd05\nCPU part: 0xd0b"
 
 
-def test_what_cannot_be_is_refused_in_a_line(artifact, tmp_path, monkeypatch):
+def test_packed_weights_that_cannot_be_written_are_refused_in_one_line(artifact, tmp_path, monkeypatch):
     command = run_main, artifact, "--prompt-tokens", "1,2", "--packed-weights", tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
@@ -110,7 +111,7 @@ def test_what_cannot_be_is_refused_in_a_line(artifact, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_loads_the_methods_that_it_calls(artifact):
+def test_a_run_loads_only_the_methods_that_it_calls(artifact):
     session = open_session(open_artifact(artifact), lazily=True)
     assert not session._methods
     generation = complete(session, PROMPT, max_new_tokens=20)

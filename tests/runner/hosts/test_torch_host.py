@@ -1,4 +1,5 @@
-"""PyTorch as the host of a CUDA artifact: the whole of it on the CPU, everything up to the launch for CUDA."""
+"""PyTorch hosts a CUDA artifact: an artifact compiled for the CPU runs completely, one for CUDA is tested up to the
+launch."""
 
 import json
 import logging
@@ -40,7 +41,7 @@ PROMPT = "5,6,7,8,9,10,11,12,13,14,15"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Small multiplications: a second thread mostly waits, spinning, and on a busy machine for very long."""
+    """Use one thread, because a second one mostly spins in small multiplications, on a busy machine for very long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,7 +63,7 @@ def eager(hosted):
 
 @pytest.fixture
 def copied(host_artifact, tmp_path):
-    """A copy of the artifact, to spoil."""
+    """A copy of the artifact, which tests damage."""
     return Path(shutil.copytree(host_artifact, tmp_path / "copied"))
 
 
@@ -75,7 +76,7 @@ def prompt_of(length: int) -> list[int]:
 
 # Alone, below the least prefill, at it, a whole chunk, one more, chunks and a rest that goes through verify windows.
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 64, 65, 131])
-def test_the_tokens_are_those_of_greedy_decoding_by_transformers(length, hosted, reference):
+def test_pytorch_hosted_tokens_equal_transformers_greedy_tokens(length, hosted, reference):
     prompt = prompt_of(length)
     given = torch.tensor([prompt])
     greedy = reference.generate(
@@ -85,7 +86,7 @@ def test_the_tokens_are_those_of_greedy_decoding_by_transformers(length, hosted,
         assert complete(hosted, prompt, max_new_tokens=24, chain=chain_len).token_ids == greedy
 
 
-def test_a_seed_samples_the_text_of_the_cpu_artifact(hosted, session, eager):
+def test_a_seed_gives_the_same_text_under_pytorch_and_executorch(hosted, session, eager):
     """Neither the host of the methods nor the chain length changes the text."""
     prompt, sampling = prompt_of(40), Sampling(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=6)
     texts = [
@@ -98,7 +99,7 @@ def test_a_seed_samples_the_text_of_the_cpu_artifact(hosted, session, eager):
     assert len(set(texts[0])) > 5 and all(text == texts[0] for text in texts)
 
 
-def test_every_length_gives_what_eager_gives(hosted, eager):
+def test_every_length_of_every_hosted_method_equals_eager(hosted, eager):
     width = eager.target_verify(torch.ones(1, 2, dtype=torch.long), torch.arange(2))[1].shape[-1]
     generator = torch.Generator().manual_seed(0)
     for name in METHODS:
@@ -115,7 +116,7 @@ def test_every_length_gives_what_eager_gives(hosted, eager):
             torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)  # feature and logits
 
 
-def test_a_length_that_a_method_was_not_compiled_for_is_refused(hosted):
+def test_a_number_of_rows_outside_a_methods_bounds_is_refused(hosted):
     for rows in (1, hosted.metadata.chain_len + 2):
         with pytest.raises(ValueError, match=f"target_verify takes 2 to 4 rows, fed {rows}"):
             hosted.target_verify(torch.ones(1, rows, dtype=torch.long), hosted.positions[:rows])
@@ -123,7 +124,7 @@ def test_a_length_that_a_method_was_not_compiled_for_is_refused(hosted):
         hosted.decode(torch.ones(1, 1, dtype=torch.long), hosted.positions[:1])
 
 
-def test_a_storage_is_placed_once_for_all_methods(host_artifact):
+def test_each_storage_is_copied_to_the_device_once_for_all_methods(host_artifact):
     methods = torch_host.read_methods(read_pte(host_artifact / MODEL_FILE))
     needed = torch_host.storages(methods)
     placed = torch_host.place_storages(
@@ -135,7 +136,7 @@ def test_a_storage_is_placed_once_for_all_methods(host_artifact):
     assert len({storage.data_ptr() for storage in placed.values()}) == len(placed) == len(users)
 
 
-def test_a_closed_session_gives_its_memory_back_and_says_that_it_is_closed(host_artifact):
+def test_a_closed_session_frees_its_memory_and_reports_that_it_is_closed(host_artifact):
     session = open_session(open_artifact(host_artifact), "torch")
     complete(session, [5, 6, 7], max_new_tokens=4)
     session.close()
@@ -144,7 +145,7 @@ def test_a_closed_session_gives_its_memory_back_and_says_that_it_is_closed(host_
         complete(session, [5, 6, 7], max_new_tokens=4)
 
 
-def test_the_commands_take_it(host_artifact, hosted, tmp_path):
+def test_the_commands_run_a_pytorch_hosted_artifact(host_artifact, hosted, tmp_path):
     expected = complete(hosted, [int(token) for token in PROMPT.split(",")], max_new_tokens=12).token_ids
     for runtime in ("auto", "torch"):
         args = ("--prompt-tokens", PROMPT, "--max-new-tokens", 12, "--runtime", runtime, "--json")
@@ -160,7 +161,7 @@ def test_the_commands_take_it(host_artifact, hosted, tmp_path):
 # --- CUDA graphs, all but capture and replay
 
 
-def test_the_entry_that_can_be_captured_gives_what_the_container_gives(hosted):
+def test_the_capturable_entry_point_equals_the_container(hosted):
     tokens, at = torch.tensor([prompt_of(64)]), hosted.positions
     feature = hosted.prefill(tokens, at[:64]).feature
     for name, method in hosted._methods.items():
@@ -174,7 +175,7 @@ def test_the_entry_that_can_be_captured_gives_what_the_container_gives(hosted):
         free()
 
 
-def test_what_the_library_refuses_is_said(hosted):
+def test_an_error_of_the_library_is_reported(hosted):
     method = hosted._methods[SPECULATE]
     with pytest.raises(RuntimeError, match="UpdateUserManagedConstantBufferPairs failed"):
         SingleThreaded(method._library, torch.device("cpu"), {})
@@ -182,7 +183,7 @@ def test_what_the_library_refuses_is_said(hosted):
         SingleThreaded(SimpleNamespace(), torch.device("cpu"), {})
 
 
-def test_a_container_whose_constants_are_refused_is_freed_and_keeps_none_of_them(hosted):
+def test_a_container_whose_constants_are_refused_is_freed_with_its_constants(hosted):
     method = hosted._methods[SPECULATE]
     library, made = method._library, []
 
@@ -201,7 +202,7 @@ def test_a_container_whose_constants_are_refused_is_freed_and_keeps_none_of_them
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2])
-def test_a_run_that_fails_gives_back_the_inputs_that_the_library_has_not_taken(taken):
+def test_a_failing_run_frees_the_inputs_that_the_library_did_not_take(taken):
     took = []
 
     def run(container, given, count, *others):
@@ -225,7 +226,7 @@ def test_a_run_that_fails_gives_back_the_inputs_that_the_library_has_not_taken(t
     _tensors(took)
 
 
-def test_memory_is_given_back_where_a_method_does_not_load(host_artifact, monkeypatch):
+def test_memory_is_freed_if_a_method_does_not_load(host_artifact, monkeypatch):
     placed, place, load = {}, torch_host.place_storages, torch_host.load_method
 
     def keep(*given):
@@ -250,7 +251,7 @@ class FakeStream:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Stand in for ``torch.cuda`` in a capture: which stream is current, which pool is allocated from."""
+    """A stand-in for ``torch.cuda`` in a capture, with the current stream and the pool of allocations."""
     state = SimpleNamespace(stream="the caller's", pools=[], refuses=None, ended=0)
 
     @contextmanager
@@ -289,7 +290,7 @@ def cuda(monkeypatch):
 
 
 @pytest.mark.parametrize("refuses", ["begin", "body", "end", None])
-def test_a_capture_gives_the_stream_and_the_pool_back_however_it_ends(refuses, cuda):
+def test_a_capture_restores_stream_and_pool_however_it_ends(refuses, cuda):
     cuda.refuses, streams = refuses, []
 
     def body():
@@ -307,13 +308,13 @@ def test_a_capture_gives_the_stream_and_the_pool_back_however_it_ends(refuses, c
 
 @pytest.fixture
 def graphed(host_artifact):
-    """Open a session that shares its methods with no other."""
+    """A function that opens a session with methods of its own."""
     with closing(open_session(open_artifact(host_artifact))) as session:
         yield session
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_rounds_are_replayed_once_they_are_warm_and_graphs_go_before_the_memory(whole, graphed, hosted):
+def test_rounds_are_replayed_after_warming_up_and_graphs_are_freed_before_the_memory(whole, graphed, hosted):
     graphed.has_speculate, graphs = whole, []
     graphed.replay_graphs(lambda *given: graphs.append(OrderOfCalls()) or graphs[-1].capture(*given))
     assert set(graphed._graphs) == {(SPECULATE, 4)} if whole else {(TARGET_VERIFY, 4), (DRAFT_DECODE, 1)}
@@ -330,8 +331,8 @@ def test_rounds_are_replayed_once_they_are_warm_and_graphs_go_before_the_memory(
     assert graphs[0].calls[-2:] == ["reset", "memory"] and graphs[-1].calls.count("reset") == 1
 
 
-def test_what_a_round_is_given_stays_on_the_device(graphed):
-    """The host reads each round's ids, and feeds nothing but the first."""
+def test_the_inputs_of_fused_rounds_stay_on_the_device(graphed):
+    """The host reads each round's ids, and passes in only the first inputs."""
     graphed.replay_graphs(lambda *given: OrderOfCalls().capture(*given))
     given, real = [], graphed._graphs[SPECULATE, 4]
     graphed._graphs[SPECULATE, 4] = lambda inputs: given.append(inputs) or real(inputs)
@@ -343,7 +344,7 @@ def test_what_a_round_is_given_stays_on_the_device(graphed):
 WINDOWS = [[5, 6, 7, 8], [900, 1000, 1100, 1200], [5, 6, 7, 8]]
 
 
-def test_what_a_replay_gave_outlives_the_next(graphed):
+def test_the_outputs_of_a_replay_survive_the_next_one(graphed):
     graphed.has_speculate = False
     graphed.replay_graphs(lambda *given: OrderOfCalls().capture(*given))
     complete(graphed, prompt_of(20), max_new_tokens=40, stop_ids=[])
@@ -352,7 +353,7 @@ def test_what_a_replay_gave_outlives_the_next(graphed):
         assert torch.equal(kept, same) and not torch.equal(kept, between)
 
 
-def test_what_capture_refuses_runs_as_it_did_and_is_said_once(graphed, hosted, caplog):
+def test_a_method_that_cannot_be_captured_runs_without_a_graph_and_is_logged_once(graphed, hosted, caplog):
     def refuse(_body, _device):
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
@@ -374,7 +375,7 @@ class Registry:
 
 
 class Runtime:
-    """A stand-in for ``executorch.runtime``, which notes what is loaded."""
+    """A stand-in for ``executorch.runtime`` that records what is loaded."""
 
     def __init__(self, *names: str):
         self.backend_registry, self.loaded = Registry(*names), []
@@ -384,7 +385,7 @@ class Runtime:
         raise RuntimeError("no device")
 
 
-def test_executorch_goes_first_where_it_has_the_backend_and_gets_the_weights(host_artifact, monkeypatch):
+def test_executorch_is_preferred_if_it_has_the_backend_and_gets_the_weights(host_artifact, monkeypatch):
     opened, runtime = open_artifact(host_artifact), Runtime("XnnpackBackend", "CudaBackend")
     monkeypatch.setattr(opening, "load_runtime", lambda: runtime)
     monkeypatch.setattr(one_host, "provider", lambda: None)  # other tests ran artifacts in this process
@@ -398,7 +399,7 @@ def test_executorch_goes_first_where_it_has_the_backend_and_gets_the_weights(hos
     assert runtime.loaded == [(host_artifact / MODEL_FILE, host_artifact / WEIGHTS_FILE)]
 
 
-def test_an_executorch_without_the_backend_leaves_it_to_pytorch(host_artifact, monkeypatch):
+def test_pytorch_is_the_host_if_executorch_lacks_the_backend(host_artifact, monkeypatch):
     opened = open_artifact(host_artifact)
     monkeypatch.setattr(opening, "load_runtime", lambda: Runtime("XnnpackBackend"))
     assert choose_runtime(opened, "auto") == "torch"
@@ -406,7 +407,7 @@ def test_an_executorch_without_the_backend_leaves_it_to_pytorch(host_artifact, m
         open_session(opened, "executorch")
 
 
-def test_an_artifact_of_another_backend_is_not_hosted(host_artifact, artifact):
+def test_pytorch_refuses_to_host_an_artifact_of_another_backend(host_artifact, artifact):
     opened = open_artifact(artifact)
     assert [choose_runtime(opened, asked) for asked in ("auto", "executorch")] == ["executorch"] * 2
     code, line = fail_command(run_main, artifact, "--prompt-tokens", PROMPT, "--runtime", "torch")
@@ -422,14 +423,14 @@ def run_fails(folder: Path) -> str:
     return line
 
 
-def test_another_version_of_the_weight_table(copied):
+def test_a_weight_table_of_another_version_is_refused_by_the_host(copied):
     model = copied / MODEL_FILE
     model.write_bytes(model.read_bytes().replace(TABLE_MAGIC, TABLE_FAMILY + b"4"))
     line = run_fails(copied)
     assert str(model) in line and "ETCUDAFQN4" in line and "ETCUDAFQN3" in line and "another version" in line
 
 
-def test_weights_that_are_missing_cut_short_or_of_another_export(copied, cuda_artifact):
+def test_missing_truncated_or_foreign_weights_are_refused(copied, cuda_artifact):
     stored = copied / WEIGHTS_FILE
     with stored.open("r+b") as file:
         file.truncate(stored.stat().st_size // 2)
@@ -449,12 +450,12 @@ def test_a_symbol_that_the_host_lacks_is_named_before_anything_loads(copied, mon
     assert "need aoti_torch_empty_striped, which PyTorch" in line and "prefill, target_verify, draft_decode" in line
 
 
-def test_a_library_that_does_not_load(copied, monkeypatch):
+def test_a_library_that_does_not_load_is_reported(copied, monkeypatch):
     monkeypatch.setattr(torch_host, "_container", lambda path, device: (_ for _ in ()).throw(RuntimeError("no\nroom")))
     assert "the library of prefill does not load (no room)" in run_fails(copied)
 
 
-def test_a_program_that_runs_more_than_its_delegates(host_artifact):
+def test_a_program_with_operators_outside_its_delegates_is_refused(host_artifact):
     pte = read_pte(host_artifact / MODEL_FILE)
     plan = pte.plan("prefill")
     plan.operators[0].name = "aten::add"
@@ -515,7 +516,7 @@ def test_a_cpu_build_lacks_the_symbols_of_cuda_and_no_others(cuda_methods):
     assert "aoti_torch_empty_strided" not in missing
 
 
-def test_only_the_architectures_that_run_the_kernels_are_taken(cuda_methods):
+def test_only_gpu_architectures_that_run_the_kernels_are_accepted(cuda_methods):
     libraries = {method.name: method.parsed for method in cuda_methods}
     for capability in ((9, 0), (10, 0), (12, 0)):  # its own; later ones by PTX
         torch_host_checks.check_architectures(libraries, capability, None)
@@ -536,12 +537,12 @@ def test_only_the_architectures_that_run_the_kernels_are_taken(cuda_methods):
         ("ptx", "sm_100f", [(10, 0), (10, 3)], [(12, 0)]),
     ],
 )
-def test_code_runs_where_nvidia_says(form, arch, runs, fails):
+def test_machine_code_and_ptx_run_on_the_architectures_that_nvidia_documents(form, arch, runs, fails):
     assert all(torch_host_checks.runs_on(form, arch, capability) for capability in runs)
     assert not any(torch_host_checks.runs_on(form, arch, capability) for capability in fails)
 
 
-def test_kernels_that_are_no_fatbins_are_taken_as_the_manifest_says_or_refused():
+def test_kernels_of_bare_machine_code_have_the_manifests_architecture_or_are_refused():
     bare = {"prefill": Library({"triton_poi_0": b"\x7fELF" + bytes(60)}, [])}
     torch_host_checks.check_architectures(bare, (9, 0), "sm_90")
     with pytest.raises(ValueError, match="made for SASS sm_90"):
@@ -551,7 +552,7 @@ def test_kernels_that_are_no_fatbins_are_taken_as_the_manifest_says_or_refused()
         torch_host_checks.check_architectures(damaged, (9, 0), "sm_90")
 
 
-def test_too_little_memory_says_how_much_before_allocating(cuda_methods):
+def test_too_little_gpu_memory_is_reported_with_amounts_before_allocating(cuda_methods):
     needed = sum(weight.storage_bytes for weight in torch_host.storages(cuda_methods).values())
     torch_host_checks.check_memory(needed, 0, needed, 2 * needed)
     words = r"take 14.60 GiB, a run 0.50 more, 14.00 of 16.00 GiB are free, 1.10 too few: .* --draft-qlinear default"

@@ -54,7 +54,7 @@ def copied(cuda_artifact, tmp_path):
 
 @pytest.fixture
 def quickly(monkeypatch):
-    """Let every kernel take the same, little, and have no PTX: the code of all kernels is read once, above."""
+    """Give every kernel the same small resources and no PTX, since the code of all kernels is read once above."""
     usage = Usage(64, 0, 0, 0, ())
     monkeypatch.setattr(code_check, "read_usages", lambda fatbins: dict.fromkeys(fatbins, usage))
 
@@ -75,7 +75,7 @@ def change(model, old, new):
 # A real artifact
 
 
-def test_nothing_is_wrong_with_the_code_of_an_artifact(checked, delegates):
+def test_the_code_of_a_correct_artifact_has_no_faults(checked, delegates):
     code = checked["code"]
     assert code["faults"] == []
     for name, (table, library) in delegates.items():
@@ -87,7 +87,7 @@ def test_nothing_is_wrong_with_the_code_of_an_artifact(checked, delegates):
     assert {*METHODS, SPECULATE} <= code["methods"].keys()
 
 
-def test_it_says_which_architectures_have_what_it_takes(checked):
+def test_check_code_lists_the_architectures_that_can_run_the_kernels(checked):
     arch = checked["metadata"]["get_manifest"]["cuda_arch"]
     later = {f"sm_{gpu.arch}" for gpu in GPUS.values() if gpu.arch >= gpus_of(arch)[0].arch}
     assert checked["code"]["runs_on"].keys() == later and arch in later
@@ -95,12 +95,12 @@ def test_it_says_which_architectures_have_what_it_takes(checked):
         assert checked["code"]["runs_on"] == dict.fromkeys(later)
 
 
-def test_people_read_tables(cuda_artifact, quickly):
+def test_check_code_prints_tables(cuda_artifact, quickly):
     text = run_command(main, cuda_artifact, "--check-code").stdout
     assert all(word in text for word in ("Faults", "no fault found", "sm_120", "most shared bytes", "speculate"))
 
 
-def test_an_artifact_for_the_cpu_has_no_such_code(artifact):
+def test_check_code_refuses_an_artifact_for_the_cpu(artifact):
     code, line = fail_command(main, artifact, "--check-code")
     assert code == 1 and "for another backend" in line
 
@@ -108,13 +108,13 @@ def test_an_artifact_for_the_cpu_has_no_such_code(artifact):
 # Constants
 
 
-def test_no_constant_is_the_cpus(delegates):
-    """A container with one refuses its weight: nothing loads."""
+def test_no_constant_of_a_cuda_library_is_on_the_cpu(delegates):
+    """A container refuses a weight whose constant is on the CPU, so that nothing loads."""
     for name, (table, library) in delegates.items():
         assert constant_devices(library) == {weight.name: "cuda" for weight in table.weights}, name
 
 
-def test_constants_of_a_library_for_the_cpu_are_the_cpus_and_none_of_a_gpus_weight(host_artifact):
+def test_constants_of_a_library_for_the_cpu_are_on_the_cpu_and_fit_no_gpu_weight(host_artifact):
     for name, ((table, library),) in cuda_delegates(host_artifact / MODEL_FILE).items():
         devices = constant_devices(library)
         assert devices == {weight.name: "cpu" for weight in table.weights}
@@ -140,7 +140,7 @@ def with_devices_swapped(library):
     return bytes(data)
 
 
-def test_a_library_whose_variable_is_the_cpus_is_caught_by_the_command(delegates, copied, quickly):
+def test_check_code_finds_a_library_whose_device_variable_is_the_cpu(delegates, copied, quickly):
     model = copied / MODEL_FILE
     table, library = delegates[DRAFT_DECODE]
     change(model, library, with_devices_swapped(library))
@@ -167,7 +167,7 @@ AOTInductorModel::AOTInductorModel(int) {
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("flags", [(), ("-fcf-protection=full",), ("-fno-plt",), ("-s",)], ids=str)
-def test_one_constant_of_the_cpus_among_others_is_named(tmp_path, flags):
+def test_a_single_constant_on_the_cpu_is_named(tmp_path, flags):
     lines = (
         f'info({i}).name = "w{i}"; info({i}).device = {device}; info({i}).original = "weight.{i}";'
         for i, device in enumerate(["cuda", "cpu", "cuda"])
@@ -179,7 +179,7 @@ def test_one_constant_of_the_cpus_among_others_is_named(tmp_path, flags):
     assert devices == {"weight.0": "cuda", "weight.1": "cpu", "weight.2": "cuda"}
 
 
-def test_what_cannot_be_read_is_said(delegates):
+def test_a_library_that_cannot_be_read_is_a_fault(delegates):
     _, library = delegates[DRAFT_DECODE]
     for damaged in (library[:-1000], library[:4096], library.replace(b"AOTInductorModelC1E", b"AOTInductorModelC7E")):
         with pytest.raises(ValueError, match="cannot be read"):
@@ -198,14 +198,14 @@ def test_a_symbol_that_no_runtime_has_is_named(copied, quickly):
     assert re.search(r"library of \w+ needs aoti_torch_empty_striped, which PyTorch's libraries lack", faults(copied))
 
 
-def test_functions_of_the_driver_need_its_library_to_be_asked_for(copied, quickly, delegates):
-    """ExecuTorch's runtime does not load it, and what a library looks for is then not there."""
+def test_a_library_that_needs_driver_functions_must_list_libcuda_as_needed(copied, quickly, delegates):
+    """ExecuTorch's runtime does not load libcuda, so the symbols of a library would be missing."""
     assert all(DRIVER in read_library(library).asks_for for _, library in delegates.values())
     change(copied / MODEL_FILE, b"\0libcuda.so.1\0", b"\0libcadu.so.1\0")
     assert re.search(r"needs cuFuncSetAttribute, .* does not ask for libcuda.so.1, which ExecuTorch's", faults(copied))
 
 
-def test_each_runtime_is_asked_for_itself():
+def test_missing_symbols_are_reported_for_each_runtime():
     assert lacking(["aoti_torch_empty_strided", "cudaMalloc"], []) == []
     (line,) = lacking(["aoti_torch_cuda_int4_plain_mm"], [])
     assert line == "aoti_torch_cuda_int4_plain_mm, which PyTorch's libraries lack"
@@ -214,14 +214,14 @@ def test_each_runtime_is_asked_for_itself():
     assert [line.split(",")[0] for line in lacking(["cuNoSuchThing"], [DRIVER])] == ["cuNoSuchThing"] * 2
 
 
-def test_executorchs_table_has_what_its_own_exporter_counts_on():
-    """The kernels that Inductor may call by name, and the copy between tensors of its runtime."""
+def test_the_table_of_executorchs_symbols_has_those_that_its_exporter_uses():
+    """These are the kernels that Inductor may call by name, and the runtime's copy between tensors."""
     named = {name for name in CudaBackend.get_supported_fallback_kernels() if name.startswith("aoti_torch_")}
     assert named and named <= EXECUTORCH
     assert lacking(["aoti_torch_copy_"], []) == []
 
 
-def test_the_tables_of_symbols_are_cudas_and_pytorchs():
+def test_the_tables_of_symbols_equal_those_of_cuda_and_pytorch():
     home = cuda_home()
     assert set(driver_functions(home)) >= CUDA_DRIVER
     header = (home / "include" / "cuda_runtime_api.h").read_text()
@@ -235,7 +235,7 @@ def test_the_tables_of_symbols_are_cudas_and_pytorchs():
 
 @pytest.fixture
 def recorded(copied):
-    """Changes a launch in the record of a copy."""
+    """A function that changes a launch in the record of a copy."""
 
     def change(**given):
         path = copied / EXPORT_RECORD
@@ -254,7 +254,7 @@ def test_more_shared_memory_than_the_gpu_has_is_named(copied, recorded, quickly)
     )
 
 
-def test_later_architectures_that_have_less_are_named_and_are_no_fault(copied, recorded, quickly):
+def test_later_architectures_with_less_shared_memory_are_named_without_a_fault(copied, recorded, quickly):
     kernel = recorded(shared_bytes=120 * KB)
     found = json.loads(run_command(main, copied, "--check-code", "--json").stdout)["code"]
     assert found["faults"] == [] and found["runs_on"]["sm_100"] is None
@@ -295,13 +295,13 @@ def test_blocks_that_are_too_large_are_named():
 @pytest.mark.parametrize(
     ("arch", "later"), [("sm_80", ["sm_86", "sm_89", "sm_120"]), ("sm_90", ["sm_120"]), ("sm_86", [])]
 )
-def test_an_export_says_which_later_architectures_lack_what_its_blocks_take(arch, later):
-    """PTX runs on them; 99 KB are there of the 163 that sm_80 has."""
+def test_an_export_reports_later_architectures_that_its_blocks_do_not_fit(arch, later):
+    """PTX runs on later architectures, which have 99 KB of the 163 KB of sm_80."""
     taken = {"prefill": [{"kernel": "k", "threads": 128, "shared_bytes": (98 if arch == "sm_86" else 120) * KB}]}
     assert list(lacking_on_later(arch, taken)) == later
 
 
-def test_a_host_refuses_launches_that_its_gpu_has_no_room_for():
+def test_the_host_refuses_launches_that_do_not_fit_on_its_gpu():
     taken = {"prefill": [{"kernel": "_attention_kernel_2", "threads": 128, "shared_bytes": 144 * KB}]}
     torch_host_checks.check_launches(taken, (8, 0), 163 * KB)
     torch_host_checks.check_launches({}, (8, 6), 99 * KB)
@@ -312,7 +312,7 @@ def test_a_host_refuses_launches_that_its_gpu_has_no_room_for():
         torch_host_checks.check_launches(taken, (8, 6), 99 * KB)
 
 
-def test_spills_are_those_of_registers_and_not_a_kernels_own_tables(tmp_path):
+def test_spills_exclude_a_kernels_local_tables(tmp_path):
     _, kernel, types, constants, warps = launched("int8", 8)
     found = [build(kernel, types, constants, warps, registers=limit).asm["cubin"] for limit in (None, 32)]
     roomy, narrow = (read_usages([cubin])[cubin] for cubin in found)

@@ -1,5 +1,5 @@
 """The counts of --cost are right: machine code is compared with ptxas and nvdisasm, bounds with sums by hand, and a
-real artifact with limits."""
+real artifact with limits on its cost."""
 
 import json
 import math
@@ -74,7 +74,7 @@ def compiled():
 
 
 def assembled(ptx, folder):
-    """Machine code of ``ptx``, and the registers and bytes of spills that ptxas itself reports."""
+    """Return the machine code of ``ptx``, and the registers and spilled bytes that ptxas itself reports."""
     (folder / "kernel.ptx").write_text(ptx)
     command = [disassembler().with_name("ptxas"), "-v", "-arch", "sm_90", "kernel.ptx", "-o", "kernel.cubin"]
     said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=100).stderr
@@ -92,7 +92,7 @@ def test_registers_and_spills_are_those_of_the_assembler(compiled, limit, tmp_pa
     assert stack - 8 < code.spill_bytes <= stack  # the frame is aligned
 
 
-def test_the_main_loop_is_counted_as_it_stands_in_the_code(compiled, tmp_path):
+def test_the_counts_of_the_main_loop_equal_its_machine_code(compiled, tmp_path):
     cubin, _ = assembled(compiled["ptx"], tmp_path)
     (loop,) = read_codes([cubin])[cubin].loops
     tool = disassembler().with_name("nvdisasm")
@@ -105,7 +105,7 @@ def test_the_main_loop_is_counted_as_it_stands_in_the_code(compiled, tmp_path):
     assert loop.ahead == STAGES - 1
 
 
-def test_the_half_rate_instructions_are_those_of_integers_comparisons_and_bits():
+def test_half_rate_instructions_are_integer_comparison_and_bit_instructions():
     lines = ["LOP3.LUT R0, R1, R2, R3", "@!P0 IADD3 R1, R2, R3, RZ", "FFMA R0, R1, R2, R3", "PRMT R0, R1, R2"]
     lines += ["LEA.HI.X R0, R1", "IMAD.WIDE R0, R1", "HMMA.16816.F32.BF16 R0, R4, R8, R0", "BRA 0x10"]
     sass = "\n".join(f"        /*{16 * at:04x}*/  {line} ;" for at, line in enumerate(lines))
@@ -129,7 +129,7 @@ def test_the_half_rate_instructions_are_those_of_integers_comparisons_and_bits()
         (4, {"N_STRIDE": 4096 + 8}, (16, 4, 16, 4), (16, 5.75, 17, 4)),  # and in half a sector, 7 of 8 in a line
     ],
 )
-def test_lines_of_a_load_are_those_of_its_addresses(warps, strides, of_x, of_w):
+def test_the_l1_lines_of_a_load_are_computed_from_its_addresses(warps, strides, of_x, of_w):
     found = loads(build_product(warps, **strides)["ptx"], (1, 1, 1), 4096)
     assert {(load.parameter, load.bytes, load.lines, load.sectors, load.fewest) for load in found} == {
         (0, *of_x), (1, *of_w)
@@ -154,13 +154,13 @@ mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %r5 }, { %r6 };
 """
 
 
-def test_loads_that_no_thread_makes_or_whose_addresses_are_loaded_are_left_out():
+def test_loads_that_never_execute_or_have_loaded_addresses_are_left_out():
     assert loads(GATHER, (1, 1, 1), 1) == (Load(0, 4, 2, 4, 1),)
     assert loads(GATHER.replace("31", "30"), (1, 1, 1), 1) == (Load(0, 4, 2, 4, 1), Load(1, 4, 1, 1, 1))
     assert loads(GATHER.replace("mma", "fma"), (1, 1, 1), 1) == ()
 
 
-def test_what_is_no_kernel_and_a_missing_tool_are_one_line(monkeypatch, tmp_path):
+def test_invalid_code_and_a_missing_cuobjdump_are_reported_in_one_line(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="kernel"):
         read_codes([b"no kernel"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -176,14 +176,14 @@ EIGHT, SIXTEEN = (Loop(100 * m, 2048 * m, 16, 64, 3, 40 * m) for m in (1, 2))
 CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0, 0)), "", 300)
 
 
-def test_the_main_loop_is_that_for_the_rows_and_may_be_unrolled():
+def test_the_main_loop_fits_the_number_of_rows_and_may_be_unrolled():
     assert main_loop(CODE, {"multiply_adds": 4 * 2048}, 4) == (EIGHT, 1)
     assert main_loop(CODE, {"multiply_adds": 4 * 4096}, 4) == (SIXTEEN, 1)
     assert main_loop(CODE, {"multiply_adds": 4 * 512}, 4) == (EIGHT, 4)
     assert main_loop(CODE, {"multiply_adds": 4 * 8192}, 4) == (None, 1)
 
 
-def test_blocks_on_an_sm_are_those_that_its_least_resource_allows():
+def test_blocks_per_multiprocessor_are_limited_by_the_scarcest_resource():
     gpu = GPUS["A100"]
     assert gpu.resident(32, 0, 64) == gpu.blocks_per_multiprocessor
     assert gpu.resident(32, 0, 1024) == 2048 // 1024
@@ -191,14 +191,14 @@ def test_blocks_on_an_sm_are_those_that_its_least_resource_allows():
     assert gpu.resident(32, 40 << 10, 128) == 164 // 41
 
 
-def test_a_kernel_that_does_not_fit_is_named(counted):
+def test_cost_names_a_kernel_that_does_not_fit_on_a_gpu(counted):
     with pytest.raises(ValueError, match="_int4_small_m_kernel_0 does not fit on RTX 4090"):
         counted(launch(shared_bytes=150 << 10), gpu="RTX 4090")
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    """``cost`` of launches of a method, whose kernels all have the code ``CODE``."""
+    """A function that returns ``cost`` for launches of a method whose kernels all have the code ``CODE``."""
     monkeypatch.setattr(cost_module, "read_codes", lambda fatbins: dict.fromkeys(fatbins, CODE))
 
     def count(*entries, gpu="H200", steps=3, methods=(TARGET_VERIFY, DRAFT_DECODE), context=NO_CONTEXT):
@@ -209,7 +209,7 @@ def counted(monkeypatch):
     return count
 
 
-def test_a_launch_takes_the_longest_of_memory_issue_and_latency(counted):
+def test_a_launch_takes_the_longest_of_memory_issue_and_latency_time(counted):
     gpu = GPUS["H200"]
     found = counted(launch())["methods"][TARGET_VERIFY]
     (kernel,) = found["kernels"]
@@ -227,7 +227,7 @@ def test_a_launch_takes_the_longest_of_memory_issue_and_latency(counted):
 
 
 @pytest.mark.parametrize(("gpu", "slots"), [("A100", 2), ("RTX 4090", 2), ("H200", 2), ("B200", 1), ("RTX 5090", 1)])
-def test_instructions_of_half_rate_take_two_slots_up_to_sm_90(counted, monkeypatch, gpu, slots):
+def test_half_rate_instructions_take_two_issue_slots_up_to_sm_90(counted, monkeypatch, gpu, slots):
     half = replace(CODE, loops=(replace(EIGHT, alu=80),))
     monkeypatch.setattr(cost_module, "read_codes", lambda fatbins: dict.fromkeys(fatbins, half))
     (kernel,) = counted(launch(), gpu=gpu)["methods"][TARGET_VERIFY]["kernels"]
@@ -245,7 +245,7 @@ def attention(**changed):
 
 
 @pytest.mark.parametrize(("slots", "positions"), [(4096, 1000), (800, 400)])
-def test_attention_reads_the_positions_that_there_are_or_a_rings_window(counted, slots, positions):
+def test_attention_reads_the_positions_of_the_context_or_of_a_rings_window(counted, slots, positions):
     gpu, found = GPUS["H200"], counted(attention(slots=slots), launch(), context=Context(1000, 4096))
     method = found["methods"][TARGET_VERIFY]
     kernel = method["kernels"][0]
@@ -263,7 +263,7 @@ def test_attention_reads_the_positions_that_there_are_or_a_rings_window(counted,
 
 
 def test_parts_of_a_whole_context_are_added_by_another_launch(counted):
-    """It loads some of them together, and reads them from memory where no L2 holds them."""
+    """The launch loads some parts together, and reads them from memory if they do not fit into L2."""
     added = launch(kernel="_attention_sum_kernel_0", grid=[4, 32, 1], weight_bytes=0, products=None, count=1)
     added |= {"buffer_bytes": [], "sums": {"chunk": 128, "equal": 64, "part_bytes": 1 << 20, "ahead": 8}}
     alone = attention(sum_steps=0, sum_bytes=1 << 20)
@@ -279,8 +279,8 @@ def test_parts_of_a_whole_context_are_added_by_another_launch(counted):
     assert far["seconds"]["H200"]["latency"] >= LATENCY_SECONDS * (2 + 64 / 8)
 
 
-def test_where_nothing_is_left_to_add_nothing_is_counted_for_it(counted):
-    """As of a prefill, also in the record of an earlier export."""
+def test_no_time_is_counted_for_adding_parts_if_there_are_none(counted):
+    """This is so for a prefill, and for the record of an earlier export."""
     for changed in ({"sum_bytes": 0}, {"sum_steps": 0}):
         (kernel,) = counted(attention(**changed), context=Context(1000, 4096))["methods"][TARGET_VERIFY]["kernels"]
         blocks = 8 * math.ceil(1000 / 128)
@@ -290,7 +290,7 @@ def test_where_nothing_is_left_to_add_nothing_is_counted_for_it(counted):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
-def test_a_cache_that_a_method_only_reads_is_none_of_its_weights():
+def test_a_cache_that_a_method_only_reads_is_not_counted_as_a_weight():
     """In a process of its own, since it compiles attention before other tests compute with it."""
     done = subprocess.run([sys.executable, HELPERS / "reads_alone.py"], stdout=subprocess.PIPE, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -302,13 +302,13 @@ def test_a_cache_that_a_method_only_reads_is_none_of_its_weights():
 @pytest.mark.parametrize(
     ("positions", "count"), [(1, 1), (128, 1), (129, 2), (8192, 64), (8193, 65), (16384, 96), (16385, 97), (32768, 128)]
 )
-def test_the_chunks_of_a_context_double_as_the_kernels_do(positions, count):
+def test_the_chunks_of_a_context_double_like_those_of_the_kernels(positions, count):
     assert chunks(positions, 128, 64) == count
     assert division(positions, positions, 2).parts == count
     assert chunks(positions, 128, 0) == math.ceil(positions / 128)
 
 
-def test_a_buffer_counts_where_no_l2_holds_it(counted):
+def test_a_buffer_counts_as_memory_traffic_if_it_exceeds_l2(counted):
     for gpu, read in (("H200", 61 << 20), ("RTX 4090", 0)):
         found = counted(launch(weight_bytes=0, buffer_bytes=[61 << 20, 1 << 20]), gpu=gpu)
         (kernel,) = found["methods"][TARGET_VERIFY]["kernels"]
@@ -324,7 +324,7 @@ def test_a_round_is_a_verify_and_its_draft_steps(counted):
         assert whole["bounds"]["H200"][key] == pytest.approx(4 * one["bounds"]["H200"][key])
 
 
-def test_a_round_in_one_call_is_held_against_the_same_limit(counted):
+def test_a_fused_round_has_the_same_memory_limit(counted):
     found = counted(launch(), methods=(TARGET_VERIFY, DRAFT_DECODE, SPECULATE))
     one, whole = found["methods"][SPECULATE], found["round"]
     assert whole["calls"] == {SPECULATE: 1} and whole["launches"] == one["launches"]["all"]
@@ -332,12 +332,12 @@ def test_a_round_in_one_call_is_held_against_the_same_limit(counted):
     assert whole["bounds"]["H200"]["limit"] == pytest.approx(4 * one["bounds"]["H200"]["limit"])
 
 
-def test_a_kernel_of_another_export_is_named(counted, monkeypatch):
+def test_cost_names_a_kernel_of_another_export(counted, monkeypatch):
     with pytest.raises(ValueError, match="target_verify has no kernel _other_0"):
         cost({TARGET_VERIFY: {"launches": [launch(kernel="_other_0")]}}, {TARGET_VERIFY: {}}, [], 1)
 
 
-def test_products_of_kernels_by_their_constants():
+def test_the_products_of_a_kernel_follow_from_its_constants():
     tile = {"N": 100, "K": 1024, "BLOCK_N": 64}
     # Tiles of 128 outputs: two of the first weight, one of the second.
     pair = {"N0": 256, "N1": 100, "K": 1024, "BLOCK_N": 128, "BLOCK_K": 256, "SPLITS": 4}
@@ -366,14 +366,14 @@ def test_products_of_kernels_by_their_constants():
 # The command
 
 
-def test_cost_is_refused_in_a_line_where_nothing_was_recorded(artifact):
+def test_cost_is_refused_in_one_line_without_recorded_launches(artifact):
     code, line = fail_command(main, artifact, "--cost")
     assert code == 1 and "export it again for CUDA" in line
     code, line = fail_command(main, artifact, "--gpu", "H200")
     assert code == 2 and "--cost" in line
 
 
-def test_the_command_prints_tables_and_json(cuda_artifact, monkeypatch):
+def test_inspect_cost_prints_tables_and_json(cuda_artifact, monkeypatch):
     monkeypatch.setattr(
         cost_module, "read_codes", lambda fatbins: dict.fromkeys(fatbins, replace(CODE, spill_bytes=48))
     )
@@ -401,15 +401,15 @@ LINES_AT_MOST = {
 }  # fmt: skip
 
 
-def test_a_round_launches_no_more_kernels_than_it_did(cuda_artifact):
+def test_a_round_launches_no_more_kernels_than_its_limit(cuda_artifact):
     recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())[LAUNCHES]
     for name, most in LAUNCHES_AT_MOST.items():
         counts = {entry["kernel"]: entry["count"] for entry in recorded[name]["launches"]}
         assert sum(entry["count"] for entry in recorded[name]["launches"]) <= most, counts
 
 
-def test_no_kernel_with_products_spills_in_a_round(cuda_artifact):
-    """The fused ones, whose disassembly takes as long and which hardly could, are left to ``--cost``."""
+def test_no_matmul_kernel_of_a_round_spills(cuda_artifact):
+    """Fused kernels, whose disassembly takes as long and which hardly spill, are left to ``--cost``."""
     kernels = cuda_kernels(cuda_artifact / MODEL_FILE)
     fatbins = {
         (method, name): fatbin
@@ -424,7 +424,7 @@ def test_no_kernel_with_products_spills_in_a_round(cuda_artifact):
 
 
 @pytest.mark.parametrize(("weight", "rows"), INSTRUCTIONS_PER_WEIGHT_AT_MOST)
-def test_weights_take_no_more_instructions_and_lines_than_they_did(weight, rows):
+def test_weights_take_no_more_instructions_and_lines_than_their_limits(weight, rows):
     grid, kernel, types, constants, warps = launched(weight, rows)
     asm = build(kernel, types, constants, warps).asm
     cubin = asm["cubin"]
@@ -438,7 +438,7 @@ def test_weights_take_no_more_instructions_and_lines_than_they_did(weight, rows)
     assert sum(load.lines for load in found) <= lines * sum(load.fewest for load in found)
 
 
-def test_a_kernel_that_spills_gets_the_registers_that_are_left(monkeypatch):
+def test_a_kernel_that_spills_is_compiled_again_with_the_free_registers(monkeypatch):
     """The assembler keeps two programs' registers free even where shared memory has room for one."""
     used = {None: (128, 64), 255: (200, 0)}
     monkeypatch.setattr(configurations, "usage", used.get)

@@ -1,4 +1,4 @@
-"""Estimates from measured times are near them: kernels alone, the parts of a round, and a round."""
+"""Estimates are close to the measured times of single kernels, of the parts of a round, and of a round."""
 
 import pytest
 
@@ -29,14 +29,14 @@ def entry(kernel: str, weight_bytes: float = 0, count: int = 1, cache: bool = Fa
 
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("rows", [4, 16])
-def test_kernels_that_were_timed_alone_are_within_a_fifth(name, rows):
+def test_estimates_of_single_kernels_are_within_a_fifth_of_their_times(name, rows):
     kernel, size, *us = ALONE[name]
     found = 1e6 * kernel_seconds(entry(kernel, size), rows, H200, 0.0)
     assert found == pytest.approx(us[rows == 16], rel=0.2)
 
 
 def round_of(gpu: str = "H200") -> tuple[dict[str, float], dict]:
-    """The parts of a round of Gemma 4 31B in ms, three draft steps, and its estimate."""
+    """Return the parts of a round of Gemma 4 31B with three draft steps in ms, and its estimate."""
     draft = [2 * 5376 * 16128, 2 * 16384 * 5376, 2 * 5376 * 8192, 2 * 43008 * 5376, 2 * 5376 * 21504, 2 * 32000 * 5376]
     parts = {
         "gate and up": [entry("int4_small_m_kernel_0", 43008 * 5376 * INT4, 60)],
@@ -64,7 +64,7 @@ def round_of(gpu: str = "H200") -> tuple[dict[str, float], dict]:
     return spent, estimate(everything, GPUS[gpu])
 
 
-def test_a_round_is_within_a_tenth_of_what_was_measured_and_its_parts_within_a_fifth():
+def test_the_estimate_of_a_round_is_within_a_tenth_and_of_its_parts_within_a_fifth():
     spent, whole = round_of()
     shares = {  # of 9.68 ms, in the same README
         "gate and up": 0.30, "down and o": 0.25, "queries, keys and values": 0.14, "attention": 0.09, "draft": 0.13,
@@ -76,13 +76,14 @@ def test_a_round_is_within_a_tenth_of_what_was_measured_and_its_parts_within_a_f
     assert whole["measured_on"] == MEASURED_ON == "H200" and whole["scaled"] is False
 
 
-def test_the_gaps_of_a_graph_are_counted():
+def test_an_estimate_counts_the_gaps_between_kernels_of_a_graph():
     kernels = [entry("triton_poi_fused_0", count=474) | {"estimates": {"H200": 0.0}}]
     assert estimate(kernels, H200)["seconds"] == pytest.approx(474 * GAP_SECONDS) == pytest.approx(0.38e-3, rel=0.01)
 
 
-def test_another_gpu_is_scaled_and_says_so():
-    """INT4 by multiprocessors and clock, bfloat16 by memory; fixed times are those of the GPU that was measured."""
+def test_an_estimate_for_another_gpu_is_scaled_and_marked():
+    """INT4 is scaled by multiprocessors and clock, bfloat16 by memory bandwidth; fixed times are those of the measured
+    GPU."""
     h100 = GPUS["H100"]
     for kernel, ratio in (("int4_small_m_kernel_0", h100.clock / H200.clock), ("_bf16_small_m_kernel_0", 3.35 / 4.8)):
         fixed, here, there = (
@@ -93,6 +94,6 @@ def test_another_gpu_is_scaled_and_says_so():
     assert round_of("H100")[1]["scaled"] is True
 
 
-def test_no_estimate_is_below_the_bound_and_many_rows_take_a_multiple_of_it():
+def test_no_estimate_is_below_its_bound_and_many_rows_take_a_multiple_of_it():
     assert kernel_seconds(entry("int4_small_m_kernel_0", 1000), 4, H200, 1.0) == 1.0
     assert kernel_seconds(entry("_int4_matmul_kernel_0", 1000), 1024, H200, 1e-3) == pytest.approx(2.7e-3)

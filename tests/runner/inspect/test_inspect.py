@@ -1,4 +1,4 @@
-"""The report of eagle3-inspect on the exported gemma4-tiny is right, and shows that the export is the one we want."""
+"""The report of eagle3-inspect on the exported gemma4-tiny is correct, and shows the intended lowering."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_every_method_has_the_rows_of_the_contract(found):
 
 
 @pytest.mark.parametrize("name", ALL_METHODS)
-def test_shapes_are_those_of_the_contract_at_most_rows(name, found):
+def test_inspected_shapes_are_the_contracts_at_the_maximum_rows(name, found):
     method = found["methods"][name]
     most = method["rows"]["max"]
     hidden = found["methods"][DECODE]["outputs"][1]["shape"][-1]
@@ -71,7 +71,7 @@ def test_shapes_are_those_of_the_contract_at_most_rows(name, found):
 
 
 @pytest.mark.parametrize("name", ALL_METHODS)
-def test_shapes_are_those_that_the_runtime_declares(name, found, artifact):
+def test_inspected_shapes_equal_those_that_the_runtime_declares(name, found, artifact):
     declared = load_runtime().load_program(artifact / MODEL_FILE).metadata(name)
     method = found["methods"][name]
     for entries, count, meta in (
@@ -94,7 +94,7 @@ def test_linear_algebra_is_delegated_to_xnnpack(name, found):
 
 
 @pytest.mark.parametrize("name", ALL_METHODS)
-def test_attention_and_caches_are_the_llm_ops_and_nothing_copies_a_cache(name, found):
+def test_attention_and_caches_use_the_llm_ops_without_copying_a_cache(name, found):
     operators, layers = found["methods"][name]["operators"], found["metadata"]["get_n_layers"]
     attention_layers = 1 if name == DRAFT_DECODE else layers
     assert operators["llama::custom_sdpa.out"] == attention_layers
@@ -108,7 +108,7 @@ def test_attention_and_caches_are_the_llm_ops_and_nothing_copies_a_cache(name, f
     assert sum(count for op, count in operators.items() if op.startswith("aten::mul")) <= 1
 
 
-def test_the_target_has_one_cache_for_its_methods_and_the_draft_its_own(found):
+def test_the_targets_methods_share_one_cache_and_the_draft_has_its_own(found):
     buffers = found["mutable_buffers"]
     assert len({buffer["name"] for buffer in buffers}) == len(buffers)  # each at one place, whatever the method
     users = [tuple(buffer["methods"]) for buffer in buffers]
@@ -132,7 +132,7 @@ def test_metadata_is_the_contract_with_the_manifest_expanded(found, artifact):
     assert found["metadata"]["get_manifest"]["backend"] == "xnnpack"
 
 
-def test_logits_are_announced_and_the_drafts_ids_are_those_of_its_map(found, artifact):
+def test_metadata_announces_logits_and_the_draft_ids_of_the_vocabulary_map(found, artifact):
     assert found["metadata"]["get_has_logits"] is True
     assert found["metadata"]["get_manifest"]["format_version"] == 3
     offsets = load_file(TARGETS["gemma4-tiny"].draft / "model.safetensors")["d2t"]
@@ -151,7 +151,7 @@ def test_each_byte_of_the_file_is_counted_once(found, artifact):
 
 
 def test_methods_share_their_weights(found, artifact):
-    """No method brings a copy of its own: the file is little more than the parameters in float32, once."""
+    """No method has a copy of its own: the file is little larger than the parameters in float32."""
     record = json.loads((artifact / "export.json").read_text())
     parameters = 4 * (record["target_parameters"] + record["draft_parameters"])
     assert found["weights"]["file_bytes"] < 1.2 * parameters
@@ -160,11 +160,11 @@ def test_methods_share_their_weights(found, artifact):
     assert max(read.values()) < found["weights"]["named_data"]["bytes"] < sum(read.values())
 
 
-def test_the_file_alone_is_inspected_like_its_folder(found, artifact):
+def test_a_model_pte_alone_is_inspected_like_its_folder(found, artifact):
     assert inspect(artifact / "model.pte") == found
 
 
-def test_a_table_for_people_names_every_method_operator_and_file(found, artifact):
+def test_inspect_tables_name_every_method_operator_and_file(found, artifact):
     text = run_command(main, artifact).stdout
     operators = {op for method in found["methods"].values() for op in method["operators"]}
     files = {entry["name"] for entry in found["files"]}
@@ -173,7 +173,7 @@ def test_a_table_for_people_names_every_method_operator_and_file(found, artifact
     assert f"{found['weights']['file_bytes']:,}" in text
 
 
-def test_checksums_are_compared_at_once_where_files_are_small_and_always_when_asked(found, artifact, monkeypatch):
+def test_checksums_of_small_files_are_always_compared_and_all_others_with_verify(found, artifact, monkeypatch):
     sizes = {entry["name"]: entry["bytes"] for entry in found["files"]}
     assert sizes == {path.name: path.stat().st_size for path in artifact.iterdir()}
     assert {entry["matches_record"] for entry in found["files"] if entry["name"] != "export.json"} == {True}
@@ -216,8 +216,8 @@ def test_a_damaged_record_is_named(record, copied):
 
 
 @pytest.mark.parametrize("part", [0.0002, 0.7])
-def test_a_file_that_ends_early_is_one_line_and_exit_1(part, copied):
-    """The command has a process of its own: the runtime's own messages must not get through."""
+def test_inspect_reports_a_truncated_file_in_one_line_with_exit_1(part, copied):
+    """The command runs in a process of its own, to check that the runtime's own messages are not printed."""
     model = copied / "model.pte"
     with model.open("r+b") as file:
         file.truncate(int(part * model.stat().st_size))
@@ -228,15 +228,15 @@ def test_a_file_that_ends_early_is_one_line_and_exit_1(part, copied):
     assert line.startswith(f"Error: {model} is damaged")
 
 
-def test_what_is_no_program_is_one_line_and_exit_1(copied):
+def test_inspect_reports_a_file_that_is_no_program_in_one_line_with_exit_1(copied):
     (copied / "model.pte").write_bytes(b"PK\x03\x04" + bytes(2000))
     code, line = fail_command(main, copied)
     assert code == 1
     assert "is no ExecuTorch program" in line
 
 
-def test_a_program_that_points_outside_itself_is_one_line(copied):
-    """The file opens: the runtime reads the constant methods alone, and looks into a method when it loads it."""
+def test_inspect_reports_a_program_that_points_outside_itself_in_one_line(copied):
+    """The file opens, since the runtime reads only the constant methods, and reads a method when it loads it."""
     model = copied / "model.pte"
     pte = deserialize_pte_binary(model.read_bytes())
     plan = next(plan for plan in pte.program.execution_plan if plan.name == PREFILL)
@@ -250,7 +250,7 @@ def test_a_program_that_points_outside_itself_is_one_line(copied):
 
 
 def test_norms_and_rotary_embeddings_stay_inside_the_delegates(found):
-    """Delegates end at attention alone, which is the purpose of export/lowering/xnnpack/forms.py."""
+    """Delegates end only at attention, which is the purpose of export/lowering/xnnpack/forms.py."""
     for name in TARGET_METHODS:
         method = found["methods"][name]
         assert method["delegates"]["XnnpackBackend"]["count"] <= 3 * found["metadata"]["get_n_layers"]

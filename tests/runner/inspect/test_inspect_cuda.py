@@ -1,4 +1,5 @@
-"""The report of eagle3-inspect on CUDA delegates is right: tables, libraries and fatbins made here, an artifact."""
+"""The report of eagle3-inspect on CUDA delegates is correct, for tables, libraries and fatbins made here and for an
+artifact."""
 
 import json
 import re
@@ -68,19 +69,19 @@ def test_a_weight_table_reads_as_executorch_wrote_it():
     ] == entries
 
 
-def test_the_magic_is_that_of_the_installed_executorch():
+def test_the_weight_tables_magic_is_that_of_the_installed_executorch():
     assert TABLE_MAGIC == cuda_weight_collector.CUDA_WEIGHT_CACHE_MAGIC
 
 
 @pytest.mark.parametrize(
     ("head", "words"), [(b"ETCUDAFQN2", "another version"), (b"0f_so_blob\n0f_weights_blob", "no such table")]
 )
-def test_a_table_of_another_version_is_named(head, words):
+def test_a_weight_table_of_another_version_is_refused(head, words):
     with pytest.raises(ValueError, match=words):
         decode_weight_table(head + encode_cuda_weight_metadata(KEY, [])[10:])
 
 
-def test_every_truncation_of_a_table_is_a_one_line_error():
+def test_every_truncation_of_a_weight_table_is_a_one_line_error():
     whole = encode_cuda_weight_metadata(KEY, [entry("a"), entry("b")])
     for length in range(len(whole)):
         with pytest.raises(ValueError, match="weight table") as caught:
@@ -106,7 +107,7 @@ def test_every_truncation_of_a_table_is_a_one_line_error():
     ],
     ids=str,
 )
-def test_a_weight_that_no_runtime_could_make_is_refused_by_name(bad):
+def test_a_weight_outside_its_storage_or_of_an_unknown_type_is_refused_by_name(bad):
     with pytest.raises(ValueError, match="'head.weight'"):
         table(entry("norm"), entry("head.weight", **bad))
 
@@ -123,14 +124,14 @@ def ptd(tmp_path):
     return path
 
 
-def test_the_index_says_where_each_storage_lies(ptd):
+def test_the_ptd_index_has_the_place_of_each_storage(ptd):
     data = ptd.read_bytes()
     found = {key.split(":")[-1]: data[at.offset :][: at.size] for key, at in read_ptd_index(ptd).items()}
     assert found == {"a": b"a" * 64, "b": b"b" * 200, "tied": b"b" * 200}
 
 
-def test_the_index_comes_from_the_head_of_the_file_alone(ptd):
-    """The rest of the file may be larger than memory: here it is a hole of 64 GB."""
+def test_the_ptd_index_is_read_from_the_head_of_the_file_only(ptd):
+    """The rest of the file may be larger than memory; here it is a hole of 64 GB."""
     index = read_ptd_index(ptd)
     with ptd.open("r+b") as file:
         file.truncate(min(extent.offset for extent in index.values()))
@@ -183,7 +184,7 @@ SM_90A = fatbin(image(2, 90, 0x100011), image(1, 90, 0x108011))
 BOTH_90A = {("sass", "sm_90a"), ("ptx", "sm_90a")}
 
 
-def test_architectures_of_a_fatbin():
+def test_the_architectures_of_a_fatbin_are_read():
     assert set(fatbin_entries(SM_90A)) == BOTH_90A
     images = image(2, 80), image(2, 86), image(1, 100, 0x208011), image(8, 70)
     assert list(fatbin_entries(fatbin(*images))) == [("sass", "sm_80"), ("sass", "sm_86"), ("ptx", "sm_100f")]
@@ -204,7 +205,7 @@ NVCC, CUOBJDUMP = on_path("nvidia/cu13/bin/nvcc"), on_path("triton/backends/nvid
 
 @pytest.mark.skipif(not (NVCC and CUOBJDUMP), reason="needs the tools of the cuda extra")
 @pytest.mark.parametrize("targets", ["90:sm_90,compute_90", "90a:sm_90a,compute_90a", "80:sm_80,sm_86 120:sm_120"])
-def test_architectures_are_those_that_nvidias_own_tools_see(targets, tmp_path):
+def test_fatbin_architectures_equal_those_of_nvidias_own_tools(targets, tmp_path):
     source, built = tmp_path / "kernel.cu", tmp_path / "kernel.fatbin"
     source.write_text('extern "C" __global__ void kernel(int *out) { *out = 1; }')
     pairs = (target.split(":") for target in targets.split())
@@ -251,7 +252,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """A shared library as AOTInductor's are: kernels between two symbols, and symbols that nobody has yet."""
+    """A shared library like AOTInductor's, with kernels between two symbols, and with undefined symbols."""
     folder = tmp_path_factory.mktemp("library")
     (folder / "kernel.fatbin").write_bytes(SM_90A)
     blobs = "\n".join(
@@ -274,18 +275,18 @@ def library(tmp_path_factory):
 
 
 @needs_compiler
-def test_a_library_needs_what_the_system_does_not_have(library):
+def test_the_needed_symbols_of_a_library_exclude_those_of_the_system(library):
     assert sorted(read_library(library).needs) == sorted(name for names in NEEDS.values() for name in names)
 
 
 @needs_compiler
-def test_a_librarys_kernels_are_found_whole(library):
+def test_the_kernels_of_a_library_are_found_completely(library):
     assert read_library(library).kernels == dict.fromkeys(KERNELS, SM_90A)
 
 
 @needs_compiler
 def test_truncated_and_flipped_libraries_read_or_are_one_line_errors(library):
-    """Sections are listed at the end of a library: one that ends early does not read."""
+    """Sections are listed at the end of a library, so a truncated one cannot be read."""
     for length in (0, 5, 20, 63, 64, 1000, len(library) // 2, len(library) - 1):
         with pytest.raises(ValueError, match="library") as caught:
             read_library(library[:length])
@@ -300,7 +301,7 @@ def test_truncated_and_flipped_libraries_read_or_are_one_line_errors(library):
 
 
 @needs_compiler
-def test_details_of_a_methods_delegates(library):
+def test_the_details_of_a_methods_cuda_delegates_are_reported(library):
     tables = {
         PREFILL: [table(entry("a"), entry("b", torch.uint8), entry("prefill_only"))],
         TARGET_VERIFY: [table(entry("a"), entry("b", torch.uint8))],
@@ -325,7 +326,7 @@ def test_details_of_a_methods_delegates(library):
 
 
 @needs_compiler
-def test_a_kernel_that_is_no_fatbin_is_named(library):
+def test_inspect_names_a_kernel_that_is_no_fatbin(library):
     damaged = library.replace(SM_90A[:4], b"\x7fELF", 1)
     with pytest.raises(ValueError, match=f"kernel {KERNELS[0]} is no fatbin"):
         cuda_details(PREFILL, {PREFILL: [table()]}, {KEY: damaged}.__getitem__)
@@ -385,7 +386,7 @@ def test_weights_are_in_the_ptd_once(cuda, cuda_artifact):
     assert sum(extent.size for extent in index.values()) < sum(facts["weights"]["bytes"] for facts in cuda.values())
 
 
-def test_tables_for_people_name_the_kernels_kinds_weights_and_symbols(cuda, cuda_artifact):
+def test_inspect_tables_name_kernels_weights_and_symbols(cuda, cuda_artifact):
     text = run_command(main, cuda_artifact).stdout
     for facts in cuda.values():
         words = {*facts["kernels"], *facts["weights"]["by_dtype"], *facts["symbols"]["aoti"], *facts["symbols"]["cuda"]}
@@ -393,7 +394,7 @@ def test_tables_for_people_name_the_kernels_kinds_weights_and_symbols(cuda, cuda
             assert word.replace("_", " ") in text or word in text
 
 
-def test_a_ptd_that_ends_early_is_one_line_and_exit_1(cuda_artifact, tmp_path):
+def test_inspect_reports_a_truncated_ptd_in_one_line_with_exit_1(cuda_artifact, tmp_path):
     copied = shutil.copytree(cuda_artifact, tmp_path / "copy")
     with (copied / WEIGHTS_FILE).open("r+b") as file:
         file.truncate(file.seek(-4096, 2))

@@ -26,7 +26,7 @@ def test_the_output_is_greedy_whatever_is_accepted(proposal, length):
         assert 0 < result.stats.num_accepted_tokens < result.stats.num_draft_tokens
 
 
-def test_one_target_forward_a_round():
+def test_each_round_takes_one_target_forward():
     session = ScriptedSession(scripted_metadata(), greedy, right_at(1, 2))
     rounds = []
     for fresh in generate(session, PROMPT, max_new_tokens=30):
@@ -52,7 +52,7 @@ def test_the_first_token_can_be_the_stop_token():
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 6])
-def test_the_budget_is_kept_to_the_token(budget):
+def test_max_new_tokens_is_exact(budget):
     session = ScriptedSession(scripted_metadata(), greedy, greedy)
     result = complete(session, PROMPT, max_new_tokens=budget)
     assert result.token_ids == greedy_sequence(greedy, PROMPT, budget)
@@ -62,7 +62,7 @@ def test_the_budget_is_kept_to_the_token(budget):
 
 
 @pytest.mark.parametrize("proposal", [wrong, greedy])
-def test_generation_goes_on_to_the_last_position_of_the_context(proposal):
+def test_generation_reaches_the_last_position_of_the_context(proposal):
     session = ScriptedSession(scripted_metadata(max_seq_len=24), greedy, proposal)
     result = complete(session, PROMPT, max_new_tokens=1000)
     assert result.token_ids == greedy_sequence(greedy, PROMPT, 1000, max_seq_len=24)
@@ -71,7 +71,7 @@ def test_generation_goes_on_to_the_last_position_of_the_context(proposal):
 
 
 @pytest.mark.parametrize("length", range(1, 24))
-def test_prompts_of_any_length(length):
+def test_prompts_of_any_length_give_the_greedy_tokens(length):
     prompt = [(5 * i + 2) % VOCABULARY for i in range(length)]
     session = ScriptedSession(scripted_metadata(), greedy, right_at(0, 3))
     assert complete(session, prompt, max_new_tokens=12).token_ids == greedy_sequence(greedy, prompt, 12)
@@ -84,7 +84,7 @@ def test_without_speculation_the_tokens_are_the_same():
     assert session.windows == []
 
 
-def test_a_second_generation_in_the_same_session_starts_afresh():
+def test_a_second_generation_in_a_session_does_not_depend_on_the_first():
     session = ScriptedSession(scripted_metadata(), greedy, right_at(1))
     first = complete(session, PROMPT, max_new_tokens=20).token_ids
     complete(session, PROMPT[::-1], max_new_tokens=9)
@@ -103,7 +103,7 @@ def test_a_second_generation_in_the_same_session_starts_afresh():
         ([1], {"chain": -1}, "chain length -1"),
     ],
 )
-def test_bad_input_is_refused_before_anything_runs(prompt, options, message):
+def test_invalid_prompts_and_options_are_refused_before_anything_runs(prompt, options, message):
     session = ScriptedSession(scripted_metadata(), greedy, greedy)
     with pytest.raises(ValueError, match=message):
         complete(session, prompt, **options)

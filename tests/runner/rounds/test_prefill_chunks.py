@@ -1,4 +1,4 @@
-"""A long prompt is computed chunk by chunk: between them a generation may be left, or stand back for another one."""
+"""A long prompt is computed in chunks, between which a generation can be stopped or wait for another one."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ def model(session, artifact):
     return Model(session.metadata, lambda: session, artifact)
 
 
-def test_a_stream_stands_between_the_chunks_of_its_prompt(model):
+def test_a_stream_can_stop_between_the_chunks_of_its_prompt(model):
     said = model.generate(LONG, max_new_tokens=20)
     model.forget()
     with model.stream(LONG, max_new_tokens=20) as stream:
@@ -30,7 +30,7 @@ def test_a_stream_stands_between_the_chunks_of_its_prompt(model):
     assert all(piece.token_ids or piece.text for piece in model.stream(LONG, max_new_tokens=20))
 
 
-def test_what_was_computed_of_a_prompt_that_was_left_is_kept(model):
+def test_the_computed_chunks_of_an_abandoned_prompt_are_kept(model):
     said = model.generate(LONG, max_new_tokens=20)
     model.forget()
     with model.stream(LONG, max_new_tokens=20) as stream:
@@ -41,7 +41,7 @@ def test_what_was_computed_of_a_prompt_that_was_left_is_kept(model):
     assert again.stats.reused_prompt_tokens >= 3 * model.metadata.max_prefill - 1
 
 
-def test_a_client_that_leaves_during_a_long_prompt_frees_the_model(model, monkeypatch):
+def test_a_client_that_disconnects_during_a_long_prompt_frees_the_model(model, monkeypatch):
     session, calls = model.session, []
     prefill = session.prefill
 
@@ -64,7 +64,7 @@ def test_a_client_that_leaves_during_a_long_prompt_frees_the_model(model, monkey
     assert 1 <= len(calls) <= 2  # the prompt has fifteen chunks
 
 
-def test_a_neighbour_gets_its_turns_between_the_chunks_of_a_long_prompt(artifact):
+def test_another_request_is_served_between_the_chunks_of_a_long_prompt(artifact):
     with load(artifact) as one, load(artifact) as other:
         order = []
 

@@ -1,4 +1,4 @@
-"""eagle3-run: prompts from everywhere, a dialogue on a terminal, many prompts at once."""
+"""eagle3-run takes prompts from all sources, holds a dialogue on a terminal, and runs files of prompts."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def as_json(artifact, *args):
     return json.loads(run_command(main, artifact, "--json", *args).stdout)
 
 
-def test_a_prompt_from_stdin_is_the_prompt(artifact):
+def test_a_prompt_from_stdin_is_used_unchanged(artifact):
     done = subprocess.run(
         [sys.executable, "-c", RUN, artifact, "--prompt", "-", "--max-new-tokens", "20", "--json"],
         input=TEXT.encode(),
@@ -116,7 +116,7 @@ def test_prompts_in_and_results_out_line_by_line(artifact, model, tmp_path):
     assert records[2]["id"] == 81
 
 
-def test_a_bad_prompt_is_told_before_the_others_are_run(artifact, tmp_path):
+def test_eagle3_run_reports_a_bad_prompt_before_running_the_others(artifact, tmp_path):
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     prompts.write_text(json.dumps({"prompt": TEXT}) + "\n" + json.dumps({"prompt": "x = 1\n" * 2000}) + "\n")
     code, line = fail_command(main, artifact, "--prompts", prompts, "--output", results, "--max-new-tokens", 8)
@@ -124,7 +124,7 @@ def test_a_bad_prompt_is_told_before_the_others_are_run(artifact, tmp_path):
     assert not results.exists()
 
 
-def test_the_seed_that_was_drawn_is_told_and_gives_the_text_again(artifact):
+def test_eagle3_run_prints_the_drawn_seed_which_repeats_the_text(artifact):
     args = artifact, "--prompt", TEXT, "--max-new-tokens", 12, "--temperature", 1.5
     for stats in ((), ("--stats",)):
         done = run_command(main, *args, *stats)
@@ -133,7 +133,7 @@ def test_the_seed_that_was_drawn_is_told_and_gives_the_text_again(artifact):
     assert "seed" not in run_command(main, artifact, "--prompt", TEXT, "--max-new-tokens", 2).stderr
 
 
-def test_one_token_has_no_rate_of_those_after_it(artifact):
+def test_statistics_of_a_single_token_have_no_decode_rate(artifact):
     args = artifact, "--prompt", TEXT, "--stats", "--max-new-tokens"
     told = run_command(main, *args, 1).stderr
     assert "0.000 ms" not in told and "1 tokens in" in told and "time to first token" in told
@@ -142,9 +142,7 @@ def test_one_token_has_no_rate_of_those_after_it(artifact):
 
 
 @pytest.mark.parametrize("source", ["text", "messages", "file of prompts"])
-def test_a_text_that_cannot_fit_is_refused_by_its_characters_before_it_is_tokenized(
-    artifact, source, tmp_path, monkeypatch
-):
+def test_a_text_with_too_many_characters_is_refused_before_tokenizing(artifact, source, tmp_path, monkeypatch):
     monkeypatch.setattr(Text, "encode", None)
     monkeypatch.setattr(Text, "encode_messages", None)
     text = "x = 1\n" * 2_000_000
@@ -156,7 +154,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_characters_before_it_is_tokeni
 
 
 def test_an_error_within_an_answer_begins_on_a_line_of_its_own(artifact, monkeypatch, capfd):
-    """The text before it stops in the middle of a line, or has ended its line."""
+    """The text before the error stops in the middle of a line, or at its end."""
     for text, behind in (("an answer", "\n"), ("a line\n", ""), ("", "")):
 
         def pieces(_stream, text=text):
@@ -191,12 +189,12 @@ def test_an_error_within_an_answer_begins_on_a_line_of_its_own(artifact, monkeyp
         ([], "give one of"),
     ],
 )
-def test_flags_that_make_no_sense_are_usage_errors(artifact, flags, message):
+def test_contradictory_flags_of_eagle3_run_are_usage_errors(artifact, flags, message):
     code, line = fail_command(main, artifact, *flags)
     assert code == 2 and message in line
 
 
-def test_a_dialogue_on_a_terminal(artifact):
+def test_a_dialogue_on_a_terminal_keeps_its_turns(artifact):
     terminal = Terminal(artifact, "--chat", "--max-new-tokens", 400, "--ignore-eos", "--stats")
     terminal.until(PROMPT)
     terminal.type("class Reader:\n")
@@ -215,7 +213,7 @@ def test_a_dialogue_on_a_terminal(artifact):
 
 
 def test_an_interruption_ends_an_answer_and_never_the_dialogue(artifact):
-    """It comes before the first reply has begun, or within one."""
+    """The interruption comes before the first reply or within a reply."""
     terminal = Terminal(artifact, "--chat", "--max-new-tokens", 400, "--ignore-eos", "--stats")
     terminal.until(PROMPT)
     for seconds in (0, 0, 0, 0.001, 0.003, 0.01, 0.03):
@@ -238,8 +236,8 @@ ASCII = {
 
 
 @pytest.mark.parametrize("environment", ASCII.values(), ids=ASCII)
-def test_a_dialogue_takes_letters_that_the_locale_lacks(artifact, model, environment):
-    """The same tokens are computed as of that text; what is no UTF-8 is told, and the dialogue goes on."""
+def test_a_dialogue_accepts_letters_that_the_locale_lacks(artifact, model, environment):
+    """The tokens are those of the same text in UTF-8; invalid UTF-8 is reported, and the dialogue continues."""
     text = "# Überschrift, é – \U0001f40d"
     terminal = Terminal(artifact, "--chat", "--max-new-tokens", 4, "--ignore-eos", "--stats", **environment)
     terminal.until(PROMPT)

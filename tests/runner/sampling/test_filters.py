@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p at the edges of what they take, over both vocabularies and in all pairs."""
+"""Top-k, top-p and min-p at the limits of their values, for both vocabularies and in all pairs."""
 
 from dataclasses import replace
 from itertools import combinations, product
@@ -23,8 +23,8 @@ PROMPT = [3, 1, 4]
 
 
 def edges(target: int, draft: int) -> dict[str, list]:
-    """Return the edges of each filter: off, the least, one id fewer and more than each vocabulary has, and more than
-    ever."""
+    """Return the limits of each filter: off, the least value, one id fewer and more than each vocabulary, and more than
+    any."""
     sizes = (size + more for size in (draft, target) for more in (-1, 0, 1))
     return {
         "top_k": [0, 1, 2, *sizes, 1 << 40],
@@ -34,7 +34,7 @@ def edges(target: int, draft: int) -> dict[str, list]:
 
 
 def all_pairs(filters: dict[str, list]) -> list[dict]:
-    """Each filter's values with those of each other filter, and all three at their first edge."""
+    """Return each filter's values with those of each other filter, and all three filters at their first limit."""
     found = [
         dict(zip(names, values, strict=True))
         for names in combinations(filters, 2)
@@ -44,7 +44,7 @@ def all_pairs(filters: dict[str, list]) -> list[dict]:
 
 
 def texts(sampling: Sampling, target: int, draft: int) -> list[list[int]]:
-    """Generate over random logits of these vocabularies, without speculation and with."""
+    """Generate with random logits of these vocabularies, with and without speculation."""
     draft_ids = torch.randperm(target, generator=torch.Generator().manual_seed(1))[:draft].sort().values
     tables = random_logits(2, 5, target)[0], random_logits(3, 4, draft)[0]
     metadata = replace(scripted_metadata(), vocab_size=target, has_logits=True)
@@ -66,7 +66,7 @@ def test_every_pair_of_filters_gives_the_text_of_sampling_without_speculation(te
 
 
 @pytest.mark.parametrize("draft", [DRAFT, MANY + 2], ids=["few draft ids", "many"])
-def test_the_same_over_a_vocabulary_whose_noise_is_made_one_by_one(draft):
+def test_filters_give_the_same_text_for_a_vocabulary_with_sparse_noise(draft):
     target = MANY + 2000
     for filters in all_pairs({name: values[1:] for name, values in edges(target, draft).items()}):
         alone, speculated = texts(Sampling(1.0, seed=7, **filters), target, draft)
@@ -75,8 +75,8 @@ def test_the_same_over_a_vocabulary_whose_noise_is_made_one_by_one(draft):
 
 @pytest.mark.parametrize("vocabulary", [60, 2 * FIRST])
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 1.7, 3.0])
-def test_the_ids_that_are_kept_are_those_that_transformers_processors_keep(temperature, vocabulary):
-    """In transformers' order, whatever the temperature: top-k, top-p of what that leaves, min-p."""
+def test_filters_keep_the_ids_that_transformers_processors_keep(temperature, vocabulary):
+    """The order is that of transformers for any temperature: top-k, then top-p of the rest, then min-p."""
     logits = random_logits(9, 6, vocabulary)
     counts = set()
     for top_k, top_p, min_p in product([0, 2, 20], [1.0, 0.9, 0.4], [0.0, 0.02, 0.3]):
@@ -91,8 +91,8 @@ def test_the_ids_that_are_kept_are_those_that_transformers_processors_keep(tempe
     assert len(counts) > 8
 
 
-def test_ids_as_likely_as_the_last_that_top_k_keeps_weigh_in_top_p():
-    """transformers keeps all of them, and top-p sums up what top-k leaves."""
+def test_ids_equal_to_the_last_of_top_k_count_in_top_p():
+    """transformers keeps all of these ids, and top-p sums the probabilities that top-k leaves."""
     logits = torch.tensor([[[3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]]])
     expected = by_transformers(logits, Sampling(1.5, top_k=2), PROMPT)
     assert int((expected > 0).sum()) == 7
@@ -106,7 +106,7 @@ def test_ids_as_likely_as_the_last_that_top_k_keeps_weigh_in_top_p():
 
 @pytest.mark.parametrize("top_k", [VOCABULARY, VOCABULARY + 1, 1 << 40])
 @pytest.mark.parametrize("others", [{}, {"top_p": 0.6}, {"min_p": 0.2}], ids=str)
-def test_a_top_k_of_all_ids_is_none(top_k, others):
+def test_a_top_k_of_the_whole_vocabulary_has_no_effect(top_k, others):
     logits, ids = random_logits(5, 4, VOCABULARY), np.arange(VOCABULARY)
     drawn = []
     for kind, arrays, given in (
@@ -123,7 +123,7 @@ def test_a_top_k_of_all_ids_is_none(top_k, others):
 
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": TINY}, {"min_p": BELOW_ONE}], ids=str)
 @pytest.mark.parametrize("target", [VOCABULARY, MANY + 2000])
-def test_the_least_of_each_filter_leaves_the_greedy_text(filters, target):
+def test_the_strictest_value_of_each_filter_gives_the_greedy_text(filters, target):
     greedy = texts(Sampling(), target, DRAFT)
     assert texts(Sampling(1.0, seed=7, **filters), target, DRAFT) == greedy
     assert texts(Sampling(1.0, seed=7), target, DRAFT) != greedy

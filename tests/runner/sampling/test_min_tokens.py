@@ -1,4 +1,4 @@
-"""``min_tokens``: nothing ends a text before it has so many tokens, with speculation and without."""
+"""With ``min_tokens`` nothing ends a text before it has this number of tokens, with and without speculation."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def model(seed: int = 5, **fields) -> Model:
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 2.0, "seed": 3}, {"repetition_penalty": 1.5}])
 @pytest.mark.parametrize("seed", range(8))
-def test_no_end_token_comes_before_and_the_first_after_ends_whatever_the_chain(seed, sampling):
+def test_no_end_token_comes_before_min_tokens_and_the_first_one_after_ends_the_text(seed, sampling):
     asked = {"max_new_tokens": 30, "min_tokens": LEAST, "stop_token_ids": ENDS[3:], **sampling}
     expected = model(seed).generate(PROMPT, chain_len=0, **asked)
     tokens = expected.token_ids
@@ -41,14 +41,14 @@ def test_no_end_token_comes_before_and_the_first_after_ends_whatever_the_chain(s
     assert len(without) <= LEAST or without == tokens
 
 
-def test_some_text_would_have_ended_before():
+def test_without_min_tokens_some_texts_end_before_that_number():
     lengths = [
         len(model(seed).generate(PROMPT, max_new_tokens=30, stop_token_ids=ENDS[3:]).token_ids) for seed in range(8)
     ]
     assert min(lengths) < LEAST
 
 
-def test_rows_are_what_transformers_makes_of_them():
+def test_min_tokens_masks_the_logits_as_transformers_does():
     logits = torch.randn(1, 4, VOCABULARY, generator=torch.Generator().manual_seed(1))
     logits[0, :, ENDS] += 4
     least, before = 3, 1
@@ -63,7 +63,7 @@ def test_rows_are_what_transformers_makes_of_them():
     assert expected != logits.argmax(-1)[0].tolist()
 
 
-def test_a_stop_string_ends_nothing_before():
+def test_no_stop_string_ends_a_text_before_min_tokens():
     text = Text(TARGETS["gemma4-tiny"].checkpoint)
     ids = text.tokenizer.encode("one, two, three, four", add_special_tokens=False).ids
     commas = [index for index, token in enumerate(ids) if "," in text.decode([token])]
@@ -81,12 +81,12 @@ def test_a_stop_string_ends_nothing_before():
         ({"min_tokens": 1, "structured_outputs": {"regex": "a"}}, "leave min_tokens out"),
     ],
 )
-def test_what_it_cannot_be_is_refused(asked, says):
+def test_invalid_values_of_min_tokens_are_refused(asked, says):
     with pytest.raises(ValueError, match=says):
         Options.of(**asked)
 
 
-def test_an_artifact_without_logits_says_what_it_needs():
+def test_min_tokens_without_logits_is_refused_with_what_it_needs():
     metadata: Metadata = replace(model().metadata, has_logits=False)
     with pytest.raises(ValueError, match="min_tokens needs logits"):
         Options.of(min_tokens=3).check(metadata)

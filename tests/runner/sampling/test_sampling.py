@@ -1,5 +1,5 @@
-"""Sampling: the right distribution, the same text with and without speculation, and transformers' meaning of each
-parameter."""
+"""Sampling has the right distribution, gives the same text with and without speculation, and each parameter has
+transformers' meaning."""
 
 from dataclasses import replace
 
@@ -41,7 +41,8 @@ SETTINGS = [
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_frequencies_over_seeds_are_transformers_probabilities(sampling):
-    """Chi-square over 4,000 seeds; 12 ids, so up to 11 degrees of freedom, of which 38 is passed once in 10,000."""
+    """A chi-square test over 4,000 seeds with 12 ids, so up to 11 degrees of freedom; a value above 38 has a
+    probability of 1 in 10,000."""
     logits, metadata = random_logits(1, 1, 12, scale=1.5), replace(scripted_metadata(), vocab_size=12, has_logits=True)
     expected = by_transformers(logits, sampling, PROMPT[:4])[0, 0].double()
     counts = torch.zeros(12, dtype=torch.double)
@@ -53,8 +54,8 @@ def test_frequencies_over_seeds_are_transformers_probabilities(sampling):
     assert ((counts - 4000 * expected)[drawn] ** 2 / (4000 * expected)[drawn]).sum() < 38
 
 
-def test_noise_of_neighbours_is_independent():
-    """Positions, ids and seeds: correlations of 2^17 numbers, of which 0.014 is five standard deviations."""
+def test_noise_of_neighbouring_positions_ids_and_seeds_is_independent():
+    """Positions, ids and seeds are varied; the correlation of 2^17 numbers has five standard deviations at 0.014."""
     ids = spread(np.arange(1 << 17, dtype=np.int32))
     noise = [gumbel(words(keys(seed, at, 1)[0], ids), 1.0, Host()) for seed, at in ((0, 0), (0, 1), (0, 513), (1, 0))]
     for other in (*noise[1:], np.roll(noise[0], 1), np.roll(noise[1], 1)):
@@ -73,7 +74,7 @@ def test_noise_of_neighbours_is_independent():
     seed=st.integers(0, 2**63 - 1),
     position=st.integers(0, 100_000),
 )
-def test_few_ids_all_ids_and_tensors_draw_the_same(temperature, top_k, top_p, min_p, scale, seed, position):
+def test_sparse_dense_and_device_sampling_draw_the_same_ids(temperature, top_k, top_p, min_p, scale, seed, position):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits, ids = random_logits(seed % 97, 3, 20_000, scale=scale), np.arange(20_000)
     dense = Dense(sampling, seed, ids, Host())(logits.numpy(), position)
@@ -84,7 +85,7 @@ def test_few_ids_all_ids_and_tensors_draw_the_same(temperature, top_k, top_p, mi
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-def test_any_logits_give_the_text_of_sampling_without_speculation(data):
+def test_sampling_any_logits_with_speculation_gives_the_text_without_it(data):
     seed = data.draw(st.integers(0, 10_000), "tables")
     sampling = Sampling(
         temperature=data.draw(st.sampled_from([0.0, 0.5, 1.0, 3.0]), "temperature"),
@@ -106,7 +107,7 @@ def test_any_logits_give_the_text_of_sampling_without_speculation(data):
     assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
-def test_the_choice_that_the_benchmark_times_is_the_one_it_times():
+def test_bench_sampling_times_the_real_choice():
     sampler = Sampler(Sampling(temperature=1.0, seed=2), replace(scripted_metadata(), has_logits=True), PROMPT)
     timed = Timed(sampler)
     assert timed.greedy is False and Timed(Greedy()).greedy  # greedy rounds may be whole ones, which have no logits
@@ -119,8 +120,9 @@ def test_the_choice_that_the_benchmark_times_is_the_one_it_times():
     [{}, {"repetition_penalty": 1.5}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"logit_bias": {2: 6.0}}],
     ids=str,
 )
-def test_a_draft_that_is_the_target_has_all_its_samples_accepted(others):
-    """It is biased and penalized as the target is, for the prompt, for what was said, and for its own proposals."""
+def test_all_samples_of_a_draft_equal_to_the_target_are_accepted(others):
+    """The draft's logits have the same biases and penalties as the target's, for the prompt, the generated tokens and
+    its own proposals."""
     logits, metadata = random_logits(5, 1, VOCABULARY)[0], replace(scripted_metadata(), has_logits=True)
     session = LogitsSession(metadata, logits, logits, torch.arange(VOCABULARY))
     sampler = Sampler(Sampling(temperature=1.0, seed=2, **others), metadata, PROMPT)
@@ -128,7 +130,7 @@ def test_a_draft_that_is_the_target_has_all_its_samples_accepted(others):
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
-def test_either_of_openais_penalties_alone_is_taken_off_what_was_generated(name):
+def test_each_of_openais_penalties_alone_is_subtracted_for_generated_tokens(name):
     metadata = replace(scripted_metadata(), vocab_size=4, has_logits=True)
     sampler = Sampler(Sampling(**{name: 0.8}), metadata, [1])
     step, said = Step(None, None, torch.tensor([[[0.0, 1.0, 0.5, 0.1]]])), []
@@ -158,7 +160,7 @@ def test_the_artifacts_samples_do_not_depend_on_the_chain_length(session, sampli
     assert len(set(texts[0])) > 5
 
 
-def test_log_probabilities_are_the_models_own(session):
+def test_log_probabilities_are_of_the_raw_logits(session):
     prompt, metadata = [2, 318, 1664, 11], session.metadata
     choice = Logprobs(Sampler(Sampling(temperature=1.5, seed=1), metadata, prompt), 3)
     tokens = complete(session, prompt, max_new_tokens=12, choice=choice).token_ids
@@ -192,12 +194,12 @@ def test_log_probabilities_are_the_models_own(session):
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_values_that_make_no_sense_are_refused(given, message):
+def test_invalid_sampling_values_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**given)
 
 
-def test_what_an_artifact_cannot_do_is_refused():
+def test_sampling_that_an_artifact_does_not_support_is_refused():
     metadata = scripted_metadata()
     with pytest.raises(ValueError, match="needs logits, which this artifact lacks: .* without --no-logits"):
         Sampler(Sampling(temperature=0.5), metadata, PROMPT)

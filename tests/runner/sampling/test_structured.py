@@ -1,4 +1,5 @@
-"""Structured output: what a grammar allows, token for token as without speculation, and what is refused in a line."""
+"""Structured output obeys its grammar, equals constrained decoding without speculation, and invalid grammars are
+refused in one line."""
 
 import json
 import sys
@@ -69,7 +70,7 @@ def model(session, artifact):
 
 @pytest.fixture(scope="module")
 def grammars():
-    """Make the grammars of the shipped tokenizer, for a scripted session."""
+    """Return the grammars of the shipped tokenizer, for a scripted session."""
     return Grammars(CHECKPOINT / "tokenizer.json", scripted())
 
 
@@ -78,7 +79,7 @@ def scripted(**given):
 
 
 class ByHand:
-    """Constrained greedy decoding without speculation, by masks and nothing else."""
+    """A choice that does constrained greedy decoding only by masks."""
 
     greedy = False
 
@@ -99,7 +100,7 @@ class ByHand:
 
 
 @pytest.mark.parametrize("schema", [PERSON, TREE], ids=["flat", "recursive"])
-def test_a_greedy_answer_is_that_of_masking_by_hand(model, session, schema):
+def test_a_constrained_greedy_answer_equals_masking_by_hand(model, session, schema):
     said = model.generate(TEXT, max_new_tokens=120, structured_outputs={"json": schema})
     expected = complete(session, said.prompt_token_ids, max_new_tokens=120, chain=0, choice=ByHand(schema))
     assert said.token_ids == expected.token_ids
@@ -108,7 +109,7 @@ def test_a_greedy_answer_is_that_of_masking_by_hand(model, session, schema):
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, PENALIZED], ids=["greedy", "sampled", "penalized"])
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: next(iter(asked)))
-def test_the_text_does_not_depend_on_the_chain_length(model, asked, options):
+def test_constrained_text_does_not_depend_on_the_chain_length(model, asked, options):
     options = {"max_new_tokens": 60, "structured_outputs": asked, **options}
     expected = model.generate(TEXT, chain_len=0, **options)
     guide = Guide(model.grammars.compile(asked))
@@ -153,7 +154,7 @@ def test_any_logits_give_the_text_of_constrained_decoding_without_speculation(gr
 
 
 class AllAtOnce(LogitsSession):
-    """A P-EAGLE of three proposals with logits: of each, the draft's row behind the ones before it."""
+    """A P-EAGLE with three proposals and logits: each row is the draft's after the proposals before it."""
 
     def draft_decode(self, tokens, feature, input_pos):
         step = super().draft_decode(tokens, feature, input_pos)
@@ -164,7 +165,7 @@ class AllAtOnce(LogitsSession):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("asked", ASKED[:3], ids=lambda asked: next(iter(asked)))
-def test_a_head_that_drafts_in_one_call(grammars, asked, temperature):
+def test_a_head_that_drafts_in_one_call_obeys_the_grammar(grammars, asked, temperature):
     metadata = replace(scripted(proposals=3), draft_vocab_size=2048)
     target, draft = random_logits(3, 13, 2048)[0], random_logits(4, 7, 2048)[0]
     texts = []
@@ -178,8 +179,8 @@ def test_a_head_that_drafts_in_one_call(grammars, asked, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_that_is_the_target_has_all_it_proposes_accepted(grammars, temperature):
-    """The draft's vocabulary lacks the first ids; its rows are masked as the target's are, behind what it proposed."""
+def test_all_constrained_proposals_of_a_draft_equal_to_the_target_are_accepted(grammars, temperature):
+    """The draft's vocabulary lacks the first ids; its rows are masked like the target's, after its own proposals."""
     logits, asked = random_logits(5, 1, 2048)[0], {"regex": "([a-e][0-4]){60}"}
     metadata = replace(scripted(), draft_ids=torch.arange(5, 2048), draft_vocab_size=2043)
     session = LogitsSession(metadata, logits, logits[:, 5:], metadata.draft_ids)
@@ -188,7 +189,7 @@ def test_a_draft_that_is_the_target_has_all_it_proposes_accepted(grammars, tempe
     assert complete(session, [9, 8], max_new_tokens=40, choice=choice).stats.mean_acceptance_length > 3.9
 
 
-def test_a_draft_without_a_word_for_it_proposes_what_is_allowed(grammars):
+def test_a_draft_whose_vocabulary_lacks_the_allowed_tokens_proposes_an_allowed_one(grammars):
     asked = {"choice": ["x", "yes"]}
     metadata = replace(scripted(), draft_ids=torch.tensor([1900, 1901]), draft_vocab_size=2)
     for inner in (Greedy(), Sampler(Options(temperature=1.0, top_p=0.5, seed=1), metadata, [9])):
@@ -203,8 +204,8 @@ def test_a_grammar_is_compiled_once(grammars):
     assert grammars.compile(ASKED[0]).matcher is grammars.compile(dict(ASKED[0])).matcher
 
 
-def test_what_a_grammar_forces_costs_no_draft_step(model):
-    """A list of one string leaves nothing open."""
+def test_tokens_forced_by_a_grammar_take_no_draft_step(model):
+    """A list of one string forces every token."""
     asked = {"choice": ["return the value of the first argument that is given"]}
     said = model.generate(TEXT, max_new_tokens=60, structured_outputs=asked)
     assert (said.text, said.finish_reason) == (asked["choice"][0], "stop")
@@ -216,8 +217,9 @@ def test_what_a_grammar_forces_costs_no_draft_step(model):
     assert again.token_ids == fresh.token_ids
 
 
-def test_forced_proposals_leave_the_drafts_slots_as_they_should_be(grammars):
-    """More forced tokens than a call of the draft takes: the scripted caches refuse a gap or a stale slot."""
+def test_forced_proposals_leave_the_drafts_slots_correct(grammars):
+    """There are more forced tokens than one call of the draft takes; the scripted caches refuse a gap or a stale
+    slot."""
     asked = {"regex": "(abcdefghijklmnopqrstuvwxyz0123456789){3}[a-z]{9}"}
     metadata = scripted()
     target, draft = random_logits(1, 13, 2048)[0], random_logits(2, 7, 2048)[0]
@@ -232,8 +234,8 @@ def test_forced_proposals_leave_the_drafts_slots_as_they_should_be(grammars):
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("opened", [True, False], ids=["open from the start", "opened by the model"])
 @pytest.mark.parametrize("chain", [0, 1, 2, 3])
-def test_reasoning_is_free_and_what_follows_is_not(grammars, opened, chain, sampled):
-    """<unk> ends it, <pad> may open it; both are likely here."""
+def test_reasoning_is_unconstrained_and_the_text_after_it_is_constrained(grammars, opened, chain, sampled):
+    """<unk> ends reasoning and <pad> may open it; both are likely here."""
     metadata = scripted()
     target, draft = random_logits(11, 13, 2048)[0], random_logits(12, 7, 2048)[0]
     target[3, 3] = target[7, 3] = target[9, 3] = 40.0
@@ -256,31 +258,31 @@ def test_without_reasoning_opened_the_text_is_constrained_from_the_start(model):
     assert model.generate(TEXT, structured_outputs=asked).text == "return 0"
 
 
-def test_special_tokens_are_shown_where_asked_but_for_those_that_end_the_text(model):
+def test_special_tokens_are_shown_on_request_except_end_tokens(model):
     options = {"max_new_tokens": 6, "structured_outputs": {"grammar": 'start: "a" <unk> "b"'}}
     assert model.generate(TEXT, **options).text == "ab"
     assert model.generate(TEXT, skip_special_tokens=False, **options).text == "a<unk>b"
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_replay_is_constrained_too(model, options):
+def test_a_replay_of_a_constrained_text_is_constrained(model, options):
     said = model.generate(TEXT, max_new_tokens=60, structured_outputs={"json": PERSON}, **options)
     assert model.replay(said).divergence is None
 
 
-def test_log_probabilities_go_with_it(model):
+def test_constrained_text_has_log_probabilities(model):
     said = model.generate(TEXT, max_new_tokens=60, structured_outputs={"json": PERSON}, logprobs=1)
     assert [each.token_id for each in said.logprobs] == said.token_ids
     assert said.logprobs[0].top[0][0] != said.token_ids[0]  # the model's own distribution knows of no grammar
 
 
-def test_a_text_that_is_cut_by_its_budget_is_the_beginning_of_the_whole(model):
+def test_a_constrained_text_cut_by_its_budget_is_the_beginning_of_the_whole(model):
     whole = model.generate(TEXT, max_new_tokens=60, structured_outputs={"json": PERSON})
     part = model.generate(TEXT, max_new_tokens=7, structured_outputs={"json": PERSON})
     assert (part.token_ids, part.finish_reason) == (whole.token_ids[:7], "length")
 
 
-def test_openais_penalties_are_their_formula():
+def test_openais_penalties_equal_their_formula():
     logits, metadata = random_logits(1, 3, 2048, scale=1.0), scripted()
     sampling = Options(presence_penalty=0.5, frequency_penalty=0.25, seed=0)
     sampler = Sampler(sampling, metadata, [5, 6, 11])
@@ -300,7 +302,7 @@ def test_openais_penalties_are_their_formula():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"json": {"type": "array", "uniqueItems": True}}, r"json of structured_outputs is not taken: .*uniqueItems"),
+        ({"json": {"type": "array", "uniqueItems": True}}, r"json of structured_outputs is refused: .*uniqueItems"),
         ({"json": {"type": "strin"}}, "Invalid type: strin"),
         ({"json": "{"}, "no JSON schema"),
         ({"json": {"type": "string", "pattern": "(?=a)"}}, "look-around"),
@@ -318,13 +320,13 @@ def test_openais_penalties_are_their_formula():
     ],
     ids=shown,
 )
-def test_what_is_no_grammar_is_refused_before_anything_runs(model, asked, message):
+def test_invalid_structured_outputs_are_refused_before_anything_runs(model, asked, message):
     with pytest.raises(ValueError, match=message) as failure:
         model.stream(TEXT, structured_outputs=asked)
     assert "\n" not in str(failure.value)
 
 
-def test_an_end_token_that_is_ignored_would_leave_nothing_to_say():
+def test_structured_outputs_with_ignore_eos_are_refused():
     with pytest.raises(ValueError, match="leave ignore_eos out"):
         Options(structured_outputs={"regex": "a"}, ignore_eos=True)
 
@@ -333,18 +335,18 @@ def test_an_end_token_that_is_ignored_would_leave_nothing_to_say():
     ("change", "message"),
     [({"has_logits": False}, "needs logits, which this artifact lacks"), ({"eos_ids": ()}, "needs an end token")],
 )
-def test_an_artifact_that_cannot_is_named(change, message):
+def test_an_artifact_without_logits_or_end_tokens_refuses_structured_outputs(change, message):
     with pytest.raises(ValueError, match=message):
         Grammars(CHECKPOINT / "tokenizer.json", replace(scripted(), **change))
 
 
-def test_without_llguidance_the_line_says_what_to_type(monkeypatch, model):
+def test_structured_outputs_without_llguidance_say_what_to_type(monkeypatch, model):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"type pip install 'eagle3-export\[serve\]'"):
         Grammars(CHECKPOINT / "tokenizer.json", model.metadata)
 
 
-def test_a_tokenizer_that_llguidance_does_not_take(tmp_path):
+def test_a_tokenizer_that_llguidance_rejects_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "None"}}')
     with pytest.raises(ValueError, match="llguidance does not take the tokenizer"):
         Grammars(tmp_path / "tokenizer.json", scripted())

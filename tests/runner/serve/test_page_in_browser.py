@@ -1,6 +1,5 @@
-"""The page in a browser, on a desktop and on a phone: it follows answers, shows Markdown with who wrote what, and says
-what goes wrong. The model is the shipped one. Where a test needs another text, ``structured_outputs`` makes the model
-say it."""
+"""In a browser, on a desktop and on a phone, the page follows answers, shows Markdown with the author of each token,
+and reports errors. The model is the shipped one; if a test needs another text, ``structured_outputs`` forces it."""
 
 import re
 import subprocess
@@ -30,7 +29,8 @@ LONG = "".join(f"x{number} = {number}\n" for number in range(40))
 
 @pytest.fixture
 def sent(chromium):
-    """Open the page of a server, in a size, and send questions; of each the page has to end the answer."""
+    """A function that opens the page of a server in a given size, sends questions, and waits for the end of each
+    answer."""
 
     def send(server, *questions, size="desktop", ended=True):
         if chromium.run("return location.href") == "about:blank" or not chromium.run(READY):
@@ -69,7 +69,7 @@ def test_the_page_follows_each_answer_to_its_end(sent, model, artifact, held, si
         assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
 
 
-def test_a_question_that_is_sent_from_further_up_is_followed(sent, model, artifact):
+def test_the_page_scrolls_to_a_question_sent_from_further_up(sent, model, artifact):
     with served([model], artifact, **saying(LONG)) as server:
         page = sent(server, "one", "two")
         page.run("scrollTo(0, 0)")
@@ -78,7 +78,7 @@ def test_a_question_that_is_sent_from_further_up_is_followed(sent, model, artifa
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_reader_who_scrolls_up_is_left_there_until_they_come_back(sent, model, artifact, held, size):
+def test_the_page_does_not_scroll_a_reader_who_scrolled_up(sent, model, artifact, held, size):
     with served([model], artifact, **saying(LONG)) as server:
         page = sent(server, "one", size=size)
         sent(server, "two", ended=False)
@@ -109,13 +109,13 @@ def test_a_full_context_offers_a_new_dialogue(sent, model, artifact):
         assert page.run(TOLD).endswith("it ends at the limit of 30 tokens") and page.run(PROBLEM) is False
 
 
-def test_a_question_too_long_for_an_empty_dialogue_offers_none(sent, server):
+def test_a_question_too_long_for_any_dialogue_offers_no_new_one(sent, server):
     page = sent(server, "word " * 1500, ended=False)
     page.until(PROBLEM)
     assert page.run("return document.getElementById('anew').hidden")
 
 
-def test_a_wrong_key_is_called_wrong(sent, chromium, model, artifact):
+def test_the_page_reports_a_wrong_key_as_wrong(sent, chromium, model, artifact):
     with served([model], artifact, key="secret") as server:
         chromium.open(server.url.removesuffix("v1"))
         wrong = "return document.getElementById('ask-key').open && !document.getElementById('key-wrong').hidden"
@@ -131,7 +131,7 @@ def test_a_wrong_key_is_called_wrong(sent, chromium, model, artifact):
         assert chromium.run(PROBLEM) is False
 
 
-def test_a_server_that_was_killed_is_called_gone(sent, artifact):
+def test_the_page_reports_that_a_killed_server_has_gone(sent, artifact):
     command = [sys.executable, "-c", "from eagle3.runner.serve.cli import main; main()", artifact, "--port", "0"]
     process = subprocess.Popen([*command, "--default", "ignore_eos=true"], stderr=subprocess.PIPE, text=True)
     try:
@@ -156,7 +156,7 @@ def test_a_server_that_was_killed_is_called_gone(sent, artifact):
         process.stderr.close()
 
 
-def test_a_request_that_waits_for_another_says_so(sent, server, held):
+def test_the_page_shows_that_a_request_waits_for_another(sent, server, held):
     held.clear()
     other = threading.Thread(target=lambda: server.post("/chat/completions", {"messages": ASKED, "max_tokens": 40}))
     other.start()
@@ -173,7 +173,7 @@ def test_a_request_that_waits_for_another_says_so(sent, server, held):
     assert "tokens in" in page.run(TOLD)
 
 
-def test_escape_is_told_from_a_limit(sent, model, artifact, held):
+def test_the_page_distinguishes_escape_from_a_length_limit(sent, model, artifact, held):
     with served([model], artifact, ignore_eos=True) as server:
         page = sent(server, "one", ended=False)
         page.until("return document.querySelectorAll('.words .token').length > 5")
@@ -277,7 +277,7 @@ def test_every_character_of_rendered_markdown_keeps_its_author(sent, server, siz
     assert {"title", "eight", "thirteen", "sixteen", "twentyone", "twentyfive", "thirtytwo"} <= set(words)
 
 
-def test_markdown_becomes_elements(sent, server):
+def test_markdown_is_rendered_as_html_elements(sent, server):
     html, _ = sent(server).run(RENDER, MARKDOWN, 10_000, True)
     bare = re.sub(r"</?(span|div)[^>]*>", "", html)
     for element in (
@@ -311,7 +311,7 @@ def test_markdown_runs_nothing_and_loads_nothing(sent, model, artifact):
         assert page.log() == []
 
 
-def test_markdown_of_an_answer_is_shown_and_can_be_left_as_written(sent, model, artifact):
+def test_markdown_is_rendered_and_can_be_shown_as_plain_text(sent, model, artifact):
     with served([model], artifact, **saying(MARKDOWN)) as server:
         page = sent(server, "x")
         marks = "return [...document.querySelectorAll('.words .drafted')].map((each) => each.textContent).join('')"
@@ -348,7 +348,7 @@ def test_a_reload_keeps_the_dialogue(sent, model, artifact, held):
         assert page.run("return document.querySelectorAll('.answer').length") == 0
 
 
-def test_forced_colours_keep_who_wrote_what(sent, server):
+def test_forced_colours_keep_the_authors_of_tokens_visible(sent, server):
     page = sent(server, ASKED[0]["content"])
     page.devtools("Emulation.setEmulatedMedia", features=[{"name": "forced-colors", "value": "active"}])
     style = "getComputedStyle(document.querySelector(arguments[0]))"
@@ -359,7 +359,7 @@ def test_forced_colours_keep_who_wrote_what(sent, server):
     assert len(set(bars)) == 4
 
 
-def test_the_options_leave_a_phone_its_reading_room(sent, server):
+def test_the_options_leave_room_to_read_on_a_phone(sent, server):
     page = sent(server, ASKED[0]["content"], size="phone")
     height = "return document.getElementById('composer').offsetHeight"
     before = page.run(height)

@@ -1,4 +1,4 @@
-"""eagle3-serve as its clients see it: OpenAI's own client over a real server, and what the library says beside it."""
+"""OpenAI's own client gets the library's results from a real eagle3-serve."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def client(server):
 
 @pytest.fixture
 def alone(session, artifact):
-    """Return a function that generates through the library, with empty caches: call it before the server is asked."""
+    """A function that generates by the library with empty caches. Call it before a request to the server."""
 
     def generate(prompt, **options):
         return Model(session.metadata, lambda: session, artifact).generate(prompt, **options)
@@ -59,13 +59,13 @@ def alone(session, artifact):
 
 @pytest.fixture(autouse=True)
 def forgotten(model):
-    """``alone`` overwrites the caches that the server's model remembers."""
+    """Clear the record of the server model's caches, which ``alone`` overwrites."""
     yield
     model.forget()
 
 
-def test_executorchs_own_conformance_suite(session, artifact):
-    """Tools are called where a request brings some: gemma4-tiny knows no call of its own."""
+def test_executorchs_own_conformance_suite_passes(session, artifact):
+    """Tool calls are forced if a request has tools, since gemma4-tiny calls none by itself."""
     spec = Path(find_spec("executorch").submodule_search_locations[0])
     suite = spec / "examples" / "llm_server" / "conformance" / "test_openai_contract.py"
     model = Model(session.metadata, lambda: session, artifact)
@@ -76,7 +76,7 @@ def test_executorchs_own_conformance_suite(session, artifact):
     assert done.returncode == 0 and done.stdout.startswith("." * 7), done.stdout
 
 
-def test_an_answer_is_the_librarys(client, alone):
+def test_a_served_answer_equals_the_librarys(client, alone):
     said = alone(ASKED, max_new_tokens=30)
     answer = client.chat.completions.create(model="tiny", messages=ASKED, max_completion_tokens=30)
     [choice], usage = answer.choices, answer.usage
@@ -91,7 +91,7 @@ def test_an_answer_is_the_librarys(client, alone):
     assert again.usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
-def test_a_stream_joins_to_the_answer(client, alone):
+def test_the_chunks_of_a_stream_join_to_the_answer(client, alone):
     said = alone(ASKED, max_new_tokens=40)
     options = {"model": "tiny", "messages": ASKED, "max_tokens": 40, "stream": True}
     chunks = list(client.chat.completions.create(**options, stream_options={"include_usage": True}))
@@ -103,7 +103,7 @@ def test_a_stream_joins_to_the_answer(client, alone):
     assert all(chunk.usage is None for chunk in client.chat.completions.create(**options))
 
 
-def test_each_choice_draws_by_a_seed_of_its_own(client, alone):
+def test_each_choice_of_a_request_has_a_seed_of_its_own(client, alone):
     seeds = [each["seed"] for each in with_own_seeds({"seed": 7}, 3)]
     said = [alone(ASKED, max_new_tokens=20, temperature=0.9, seed=seed).text for seed in seeds]
     options = {"model": "tiny", "messages": ASKED, "max_tokens": 20, "temperature": 0.9, "seed": 7, "n": 3}
@@ -118,7 +118,7 @@ def test_each_choice_draws_by_a_seed_of_its_own(client, alone):
     assert texts == said
 
 
-def test_choices_of_one_prompt_have_cached_what_the_first_had(client, model):
+def test_choices_of_one_prompt_report_the_same_cached_tokens(client, model):
     model.forget()
     options = {"model": "tiny", "messages": ASKED, "max_tokens": 4, "n": 3}
     usage = client.chat.completions.create(**options).usage
@@ -127,14 +127,14 @@ def test_choices_of_one_prompt_have_cached_what_the_first_had(client, model):
     assert again.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
-def test_without_a_temperature_text_is_sampled(model, artifact):
+def test_a_request_without_a_temperature_is_sampled(model, artifact):
     with served([model], artifact, temperature=None) as running:
         given = {"messages": ASKED, "max_tokens": 20}
         texts = {running.post("/chat/completions", given).json()["choices"][0]["message"]["content"] for _ in range(4)}
     assert len(texts) > 1
 
 
-def test_options_mean_what_they_mean_in_the_library(client, alone):
+def test_request_options_have_the_meaning_of_the_library(client, alone):
     biased = {"logit_bias": {17: 5.0}, "presence_penalty": 0.6, "frequency_penalty": 0.3}
     said = alone(ASKED, max_new_tokens=25, **biased)
     assert said.text != alone(ASKED, max_new_tokens=25).text
@@ -147,19 +147,19 @@ def test_options_mean_what_they_mean_in_the_library(client, alone):
     assert client.chat.completions.create(**given).choices[0].message.content == expected
 
 
-def test_a_text_goes_on_behind_its_end_where_that_is_ignored(client, alone):
+def test_a_text_continues_after_its_end_token_with_ignore_eos(client, alone):
     assert alone(ASKED, max_new_tokens=60).finish_reason == "stop"
     given = {"model": "tiny", "messages": ASKED, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
     assert client.chat.completions.create(**given).usage.completion_tokens == 60
 
 
-def test_a_stop_string_is_not_shown(client, alone):
+def test_a_stop_string_is_not_part_of_the_served_text(client, alone):
     whole = alone(ASKED, max_new_tokens=30).text
     choice = client.chat.completions.create(model="tiny", messages=ASKED, stop=["read"]).choices[0]
     assert (choice.message.content, choice.finish_reason) == (whole[: whole.index("read")], "stop")
 
 
-def test_characters_of_several_tokens_come_whole(client):
+def test_characters_of_several_tokens_are_streamed_complete(client):
     text = "na\u00efve \u65e5\u672c \U0001f600!"
     given = {"model": "tiny", "messages": ASKED, "extra_body": {"structured_outputs": {"choice": [text]}}}
     assert client.chat.completions.create(**given).choices[0].message.content == text
@@ -168,8 +168,8 @@ def test_characters_of_several_tokens_come_whole(client):
 
 
 @pytest.mark.parametrize("stop", [None, "<tool", ".", "whence"])
-def test_a_stop_string_goes_before_a_call(server, stop):
-    """The model is made to write one."""
+def test_a_stop_string_ends_an_answer_before_its_tool_call(server, stop):
+    """A grammar makes the model write a tool call."""
     dialogue, text = server.service.dialogue, 'Well.<tool_call>{"name": "seek", "arguments": {"whence": 1}}</tool_call>'
     turn = dialogue.turn([ChatMessage(**ASKED[0])], {"stop": [stop] if stop else []}, [TOOL])
     turn.options["structured_outputs"] = {"choice": [text]}
@@ -188,7 +188,7 @@ def test_a_stop_string_goes_before_a_call(server, stop):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities(client, alone, stream):
+def test_served_log_probabilities_equal_the_librarys(client, alone, stream):
     said = alone(ASKED, max_new_tokens=12, logprobs=2)
     options = {"model": "tiny", "messages": ASKED, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
     answer = client.chat.completions.create(**options, stream=stream)
@@ -210,7 +210,7 @@ def test_the_token_that_ends_a_text_has_no_log_probability(client, alone):
     assert "".join(logprobs.choices[0].logprobs.tokens) == text
 
 
-def test_a_pydantic_model_is_what_comes_back(client):
+def test_a_pydantic_response_format_returns_an_instance(client):
     answer = client.chat.completions.parse(model="tiny", messages=ASKED, response_format=Person, max_tokens=90)
     assert isinstance(answer.choices[0].message.parsed, Person)
     given = {"model": "tiny", "messages": ASKED, "response_format": {"type": "json_object"}, "max_tokens": 200}
@@ -221,7 +221,7 @@ def test_a_pydantic_model_is_what_comes_back(client):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "seek"}}])
-def test_a_forced_call(client, choice):
+def test_a_forced_tool_call_has_arguments_that_fit_its_schema(client, choice):
     given = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "tool_choice": choice, "max_tokens": 80}
     given["parallel_tool_calls"] = False
     [answer] = client.chat.completions.create(**given).choices
@@ -248,7 +248,7 @@ def function(name: str, model: type[BaseModel]) -> dict:
 
 @pytest.mark.parametrize("names", [("Trip",), ("Trip", "Walk")])
 def test_a_forced_call_of_a_schema_that_refers_to_its_own_parts(client, names):
-    """The schema is one that pydantic writes for nested and recursive models; here it stands within another one."""
+    """pydantic writes such schemas for nested and recursive models; here the schema is within another one."""
     models = {name: create_model(name, start=Place, end=Place) for name in names}
     tools = [function(name, model) for name, model in models.items()]
     given = {"model": "tiny", "messages": ASKED, "tools": tools, "tool_choice": "required", "max_tokens": 300}
@@ -259,7 +259,7 @@ def test_a_forced_call_of_a_schema_that_refers_to_its_own_parts(client, names):
     assert found.model_dump(exclude_unset=True).items() <= json.loads(call.function.arguments).items()
 
 
-def test_references_go_with_the_schema_that_they_are_of():
+def test_references_of_a_nested_schema_are_adapted():
     inner = {"$defs": {"a": {"type": "null"}}, "properties": {"$ref": {"$ref": "#/$defs/a"}, "x": {"$ref": "#"}}}
     inner["anyOf"] = [{"$ref": "https://x.y/z"}, {"const": 3}]
     found = moved(inner, "#/$defs/0")
@@ -267,8 +267,8 @@ def test_references_go_with_the_schema_that_they_are_of():
     assert found["anyOf"] == inner["anyOf"] and found["$defs"] == inner["$defs"]
 
 
-def test_a_list_of_calls_that_is_cut_has_those_that_were_whole(client):
-    """gemma4-tiny goes on calling to the end of its budget."""
+def test_a_truncated_list_of_tool_calls_has_the_complete_ones(client):
+    """gemma4-tiny continues to call tools until its budget ends."""
     given = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "tool_choice": "required"}
     [answer] = client.chat.completions.create(**given, max_tokens=200).choices
     calls = answer.message.tool_calls
@@ -279,14 +279,14 @@ def test_a_list_of_calls_that_is_cut_has_those_that_were_whole(client):
 
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
-def test_a_call_that_is_not_forced_is_the_models_to_make(client, alone, choice):
+def test_an_unforced_tool_call_is_left_to_the_model(client, alone, choice):
     said = alone(ASKED, max_new_tokens=20)
     given = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "tool_choice": choice, "max_tokens": 20}
     [answer] = client.chat.completions.create(**given).choices
     assert (answer.message.content, answer.message.tool_calls) == (said.text, None)
 
 
-def test_completions(client, alone):
+def test_completions_equal_the_librarys_text(client, alone):
     said = [alone(prompt, max_new_tokens=12, logprobs=1) for prompt in ("def main(", "class A")]
     answer = client.completions.create(model="tiny", prompt="def main(", max_tokens=12, logprobs=1)
     [choice] = answer.choices
@@ -307,7 +307,7 @@ def test_completions(client, alone):
     assert client.completions.create(model="tiny", prompt="def main(").usage.completion_tokens == 16
 
 
-def test_responses(client, alone):
+def test_responses_equal_the_librarys_text(client, alone):
     said = alone(ASKED, max_new_tokens=60)
     answer = client.responses.create(model="tiny", input=ASKED[0]["content"], max_output_tokens=60)
     assert (answer.output_text, answer.status) == (said.text, "completed")
@@ -326,7 +326,7 @@ def test_responses(client, alone):
     assert told.output_text == alone(system, max_new_tokens=10).text
 
 
-def test_a_call_in_a_response(client):
+def test_a_response_contains_a_forced_tool_call(client):
     tool = {"type": "function", "strict": True, **TOOL["function"]}
     given = {"model": "tiny", "input": "Go.", "tools": [tool], "tool_choice": "required", "max_output_tokens": 90}
     given["parallel_tool_calls"] = False
@@ -339,7 +339,7 @@ def test_a_call_in_a_response(client):
     assert "response.function_call_arguments.done" in names and names[-1] == "response.completed"
 
 
-def test_models(client, server):
+def test_the_served_model_is_listed(client, server):
     [card] = client.models.list().data
     assert (card.id, card.max_model_len) == ("tiny", 1024)
     assert client.models.retrieve("tiny").id == "tiny"
@@ -356,7 +356,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ({"messages": []}, 400, "one or more"),
         ({"messages": [{"content": "x"}]}, 400, "messages.0.role: Field required"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "does not take these messages: roles are system"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "takes text alone"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "takes only text"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, 400, "is not Unicode text"),
         ({"messages": [{"role": "user", "content": "word " * 1100}]}, 400, r"context length is 1024 .* has \d{4}"),
         ({"messages": [{"role": "user", "content": "word " * 90_000}]}, 400, "context 1024"),
@@ -386,7 +386,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_no_request(server, given, status, words, stream):
+def test_invalid_chat_requests_are_refused(server, given, status, words, stream):
     body = json.dumps({"messages": ASKED, "stream": stream} | given)
     answer = httpx.post(f"{server.url}/chat/completions", content=body, headers=JSON)
     error = answer.json()["error"]
@@ -397,7 +397,7 @@ def test_what_is_no_request(server, given, status, words, stream):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 50_000, b'{"messages": NaN}'])
-def test_what_is_no_json(server, body):
+def test_a_body_that_is_no_json_is_refused(server, body):
     answer = httpx.post(f"{server.url}/chat/completions", content=body, headers=JSON)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -420,13 +420,13 @@ def test_what_is_no_json(server, body):
         ("responses", {}, "input: Field required"),
     ],
 )
-def test_what_the_other_endpoints_refuse(server, path, given, words):
+def test_invalid_requests_to_the_other_endpoints_are_refused(server, path, given, words):
     answer = server.post(f"/{path}", given)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
-def test_another_model_than_the_one_served(server, path):
+def test_a_request_for_another_model_is_refused(server, path):
     given = (
         {"messages": ASKED} if path.startswith("chat") else {"prompt": "x"} if path == "completions" else {"input": "x"}
     )
@@ -436,6 +436,6 @@ def test_another_model_than_the_one_served(server, path):
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/chat/completions", 405), ("POST", "/edits", 404)])
-def test_a_place_that_there_is_not(server, method, path, status):
+def test_an_unknown_path_or_method_is_refused(server, method, path, status):
     answer = httpx.request(method, server.url + path)
     assert answer.status_code == status and answer.json()["error"]["message"]

@@ -1,5 +1,5 @@
-"""Requests that would stop a server for others: each is refused or bounded, and the event loop and the generation of
-others go on meanwhile."""
+"""Requests that could stop a server for others are refused or bounded, while the event loop and other generations
+continue."""
 
 import http.client
 import json
@@ -34,7 +34,8 @@ def server(session, artifact):
 
 @contextmanager
 def others(server):
-    """Ask for /health, and for an answer of the model, all the while; gives the longest wait in seconds, once over."""
+    """Request /health and an answer of the model repeatedly within this context. Yields the longest wait in seconds,
+    which is set at its end."""
     over, waits = threading.Event(), {"health": 0.0, "answer": 0.0}
 
     def ask(name: str, path: str, given: dict | None) -> None:
@@ -108,7 +109,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_refused_in_a_line_within_seconds_and_others_go_on(server, name):
+def test_an_attack_is_refused_in_one_line_within_seconds_and_others_are_served(server, name):
     given, param = ATTACKS[name]
     with others(server) as waits:
         start = time.perf_counter()
@@ -124,14 +125,14 @@ def test_an_attack_is_refused_in_a_line_within_seconds_and_others_go_on(server, 
 
 
 @pytest.mark.parametrize("given", [b"[]," * 1_300_000 + b"[]", b'"x":1,' * 150_000 + b'"x":1', b"{}," * 80_000 + b"{}"])
-def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(server, given, monkeypatch):
+def test_a_body_with_too_many_values_is_refused_before_parsing(server, given, monkeypatch):
     loads = json.loads
     monkeypatch.setattr(app.json, "loads", lambda text: pytest.fail("parsed") if len(text) > 200_000 else loads(text))
     answer = httpx.post(f"{server.url}/completions", content=b'{"prompt": [' + given + b"]}", headers=JSON, timeout=60)
     assert answer.status_code == 413 and "commas and brackets" in answer.json()["error"]["message"]
 
 
-def test_a_million_prompts_are_refused_before_they_are_tokenized(server, monkeypatch):
+def test_a_million_prompts_are_refused_before_tokenizing(server, monkeypatch):
     monkeypatch.setattr(server.service.model, "encode", None)
     given = {"prompt": ["x"] * 1_000_000, "max_tokens": 1}
     with others_of_health(server) as waits:
@@ -163,7 +164,7 @@ def others_of_health(server):
         thread.join()
 
 
-def test_a_schema_that_was_refused_is_not_compiled_again(server):
+def test_a_refused_schema_is_not_compiled_again(server):
     given = formatted({"allOf": SLOW["allOf"][::-1]})
     first = server.post("/chat/completions", given)
     start = time.perf_counter()
@@ -172,7 +173,7 @@ def test_a_schema_that_was_refused_is_not_compiled_again(server):
     assert "more than 0.5 s to compile, which is the limit" in first.json()["error"]["message"]
 
 
-def test_a_schema_is_compiled_while_others_generate_and_once_for_all_who_ask(server, monkeypatch):
+def test_a_schema_is_compiled_once_while_other_requests_generate(server, monkeypatch):
     compiled = []
     matcher = constraint.Grammars._matcher
     monkeypatch.setattr(constraint.Grammars, "_matcher", lambda *given: compiled.append(1) or matcher(*given))
@@ -188,7 +189,7 @@ def test_a_schema_is_compiled_while_others_generate_and_once_for_all_who_ask(ser
     assert [answer.status_code for answer in answers] == [200] * 8 and len(compiled) == 1
 
 
-def test_schemas_true_and_an_object_are_taken(server):
+def test_the_schemas_true_and_object_are_accepted(server):
     assert server.post("/chat/completions", formatted(True)).status_code == 200
     assert server.post("/chat/completions", formatted({"type": "boolean"})).status_code == 200
 
@@ -224,7 +225,7 @@ def test_a_host_that_is_not_allowed_is_refused(session, artifact):
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "text/plain;application/json"])
-def test_what_a_web_page_may_send_unasked_is_refused(server, kind):
+def test_content_types_that_a_web_page_may_send_without_cors_are_refused(server, kind):
     body = json.dumps(PLAIN).encode()
     answer = httpx.post(f"{server.url}/chat/completions", content=body, headers={"Content-Type": kind})
     assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
@@ -232,21 +233,21 @@ def test_what_a_web_page_may_send_unasked_is_refused(server, kind):
     assert httpx.post(f"{server.url}/chat/completions", content=body, headers=headers, timeout=60).status_code == 200
 
 
-def test_a_path_forges_no_line_of_the_log(server):
+def test_a_path_cannot_forge_a_line_of_the_log(server):
     get(server, "/v1/x%0aPOST%20/v1/completions%20200%1b[31m" + "y" * 5000).read()
     get(server).read()
     [line] = [line for line in server.lines if "/v1/x" in line]
     assert line.isprintable() and len(line) < 300 and "%0A" in line
 
 
-def test_no_redirect_goes_to_a_host_that_the_client_named(server):
+def test_the_server_never_redirects_to_a_host_named_by_the_client(server):
     for path in ("/health/", "/v1/models/", "/v1/chat/completions/"):
         answer = get(server, path, Host="evil.example")
         assert answer.status == 404 and answer.getheader("location") is None
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny", "/"])
-def test_head_is_get_without_a_body(server, path):
+def test_a_head_request_equals_get_without_a_body(server, path):
     answer = get(server, path, "HEAD")
     assert answer.status == 200 and answer.read() == b""
 
@@ -259,7 +260,7 @@ def test_the_scheme_of_a_key_may_be_in_any_case(session, artifact):
             assert get(server, "/v1/models", Authorization=given).status == 401
 
 
-def test_slow_headers_do_not_hold_a_connection(server, monkeypatch):
+def test_a_connection_with_slow_headers_is_closed(server, monkeypatch):
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.5)
     address = "127.0.0.1", int(server.url.split(":")[2].split("/")[0])
     for begun in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: 1\r\n"):
@@ -275,7 +276,7 @@ def test_slow_headers_do_not_hold_a_connection(server, monkeypatch):
             pass
 
 
-def test_a_body_that_does_not_come_is_given_up(server, monkeypatch):
+def test_a_request_whose_body_does_not_arrive_is_ended(server, monkeypatch):
     monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
     address = "127.0.0.1", int(server.url.split(":")[2].split("/")[0])
     with socket.create_connection(address, timeout=10) as slow:
@@ -286,7 +287,7 @@ def test_a_body_that_does_not_come_is_given_up(server, monkeypatch):
         assert slow.recv(1000).startswith(b"HTTP/1.1 408")
 
 
-def test_a_hang_up_logs_a_line_and_no_traceback(server, caplog):
+def test_a_client_disconnect_logs_one_line_without_a_traceback(server, caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(httpx.ReadTimeout):
         given = {"prompt": "def main(", "max_tokens": 900, "ignore_eos": True}
         httpx.post(f"{server.url}/completions", json=given, timeout=0.3)
@@ -297,7 +298,7 @@ def test_a_hang_up_logs_a_line_and_no_traceback(server, caplog):
     assert not caplog.records
 
 
-def test_when_the_grace_has_ended_what_waits_and_what_streams_is_told(session, artifact, held):
+def test_after_the_grace_period_waiting_and_streaming_clients_get_an_error(session, artifact, held):
     model = Model(session.metadata, lambda: session, artifact)
     given = {"prompt": "def main(", "max_tokens": 900, "ignore_eos": True}
     with served([model], artifact, grace=1) as server:

@@ -1,4 +1,4 @@
-"""Prompts that are given back with their log-probabilities, as lm-evaluation-harness scores a model by completions."""
+"""Prompts are echoed with their log-probabilities, by which lm-evaluation-harness scores a model with completions."""
 
 import json
 
@@ -20,7 +20,7 @@ ASKED = {"model": "tiny", "temperature": 0, "echo": True, "logprobs": 1, "seed":
 
 @pytest.fixture(scope="module")
 def by_transformers():
-    """The log-softmax behind each token of a prompt: [T, V]."""
+    """A function that returns the log-softmax [T, V] after each token of a prompt, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
 
     def logprobs(ids):
@@ -55,7 +55,7 @@ def test_an_echoed_prompt_has_transformers_log_probabilities(server, model, by_t
     assert greedy == (expected[:-1].argmax(dim=-1) == torch.tensor(ids[1:])).tolist() and any(greedy)
 
 
-def test_an_echo_alone_generates_nothing(server, model):
+def test_an_echo_with_max_tokens_0_generates_nothing(server, model):
     ids = model.encode(SOURCE)
     both = server.post("/completions", ASKED | {"prompt": [ids, ids], "max_tokens": 0}).json()
     assert both["usage"]["prompt_tokens"] == 2 * len(ids) and both["usage"]["completion_tokens"] == 0
@@ -71,7 +71,7 @@ def test_an_echo_alone_generates_nothing(server, model):
     assert (silent["text"], silent["logprobs"]) == (SOURCE, None)
 
 
-def test_what_is_generated_behind_an_echo_is_what_is_generated_without_it(server, model):
+def test_the_text_after_an_echo_equals_the_text_without_it(server, model):
     plain = choices(server, prompt=SOURCE, max_tokens=12, echo=False)[0]
     [echoed] = choices(server, prompt=SOURCE, max_tokens=12)
     assert echoed["text"] == SOURCE + plain["text"]
@@ -82,7 +82,7 @@ def test_what_is_generated_behind_an_echo_is_what_is_generated_without_it(server
     assert choices(server, prompt=SOURCE, max_tokens=12, echo=False)[0]["text"] == plain["text"]
 
 
-def test_a_stream_gives_the_echo_once(server):
+def test_a_stream_contains_the_echo_once(server):
     [whole] = choices(server, prompt=SOURCE, max_tokens=12)
     given = ASKED | {"prompt": SOURCE, "max_tokens": 12, "stream": True}
     lines = httpx.post(f"{server.url}/completions", json=given, timeout=60).text.splitlines()
@@ -91,7 +91,7 @@ def test_a_stream_gives_the_echo_once(server):
     assert sum((part["logprobs"]["tokens"] for part in parts if part["logprobs"]), []) == whole["logprobs"]["tokens"]
 
 
-def test_the_token_that_ends_a_text_is_counted_behind_an_echo(server, model):
+def test_the_end_token_is_counted_after_an_echo(server, model):
     ids = model.encode(SOURCE)
     [choice] = choices(server, prompt=ids, max_tokens=1, logit_bias={"1": 1e4})
     assert model.metadata.eos_ids == (1,) and choice["finish_reason"] == "stop"
@@ -112,7 +112,7 @@ def test_an_artifact_without_logits_refuses_an_echo_with_log_probabilities(artif
     assert answer.status_code == 400 and "logits" in answer.json()["error"]["message"]
 
 
-def test_a_scored_prompt_leaves_the_models_other_generations_as_they_are(server, model):
+def test_scoring_a_prompt_does_not_change_other_generations(server, model):
     before = choices(server, prompt=SOURCE, max_tokens=12, echo=False)
     for prompt in (SOURCE * 3, SOURCE[:40]):
         choices(server, prompt=prompt, max_tokens=0)
@@ -120,7 +120,7 @@ def test_a_scored_prompt_leaves_the_models_other_generations_as_they_are(server,
     assert choices(server, prompt=SOURCE, max_tokens=12, echo=False) == before
 
 
-def test_a_prompt_that_is_left_within_its_windows_frees_the_model(model):
+def test_abandoning_a_scored_prompt_frees_the_model(model):
     ids = model.encode(SOURCE)
     said = model.generate(ids, max_new_tokens=8).token_ids
     scores = prompt_logprobs(model, ids, 1)

@@ -1,6 +1,7 @@
-"""Answers as Qwen 3, Qwen 3 Coder, DeepSeek R1, Gemma 3 and 4 and Llama 3.1 write them, cut into rounds everywhere.
+"""Answers of Qwen 3, Qwen 3 Coder, DeepSeek R1, Gemma 3 and 4 and Llama 3.1 are parsed correctly, wherever rounds cut
+them.
 
-The templates are no family's own; they have what tells its marks, and the same beginning of a turn.
+The templates are not the families' own, but have the same marks and the same beginning of a turn.
 """
 
 import json
@@ -102,7 +103,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_an_answer_is_read_alike_however_it_is_cut(case, session, tmp_path):
+def test_a_familys_answer_is_parsed_the_same_however_it_is_cut(case, session, tmp_path):
     dialogue = dialogue_in(case.template, session, tmp_path)
     turn = dialogue.turn(ASKED, {}, TOOLS if case.tools else None, template_kwargs=case.kwargs)
     assert turn.reasoning == (case.template == R1)
@@ -123,8 +124,8 @@ def parts(turn, pieces: list[str]) -> dict[str, str]:
     return found
 
 
-def test_what_is_certain_is_not_held_back(session, tmp_path):
-    """A reader sees reasoning and content as they come, but for what may yet be a mark."""
+def test_text_that_cannot_become_a_mark_is_not_held_back(session, tmp_path):
+    """Reasoning and content are passed on at once, except text that may become a mark."""
     turn = dialogue_in(QWEN3, session, tmp_path).turn(ASKED, {})
     assert turn.marks == THINK
     splitter = turn.splitter()

@@ -51,7 +51,7 @@ def parts_of(splitter: Splitter, pieces: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize(("splitter", "text", "expected"), CASES)
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.integers(0, 80), max_size=8))
-def test_parts_do_not_depend_on_where_rounds_cut(splitter, text, expected, cuts):
+def test_parsed_parts_do_not_depend_on_where_rounds_cut_the_text(splitter, text, expected, cuts):
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
     assert parts_of(splitter, pieces) == expected
@@ -59,7 +59,7 @@ def test_parts_do_not_depend_on_where_rounds_cut(splitter, text, expected, cuts)
 
 @pytest.fixture(scope="module")
 def with_template(session, tmp_path_factory):
-    """A dialogue in another template, over the shipped tokenizer."""
+    """A function that returns a dialogue with another template and the shipped tokenizer."""
 
     def make(template: str) -> Dialogue:
         return dialogue_in(template, session, tmp_path_factory.mktemp("template"))
@@ -72,7 +72,7 @@ THINKS = CHAT + "{% if enable_thinking is false %}<think>\n\n</think>{% elif eff
 ASKED = [ChatMessage(role="user", content="x")]
 
 
-def test_what_a_template_says_of_its_marks(with_template):
+def test_reasoning_marks_and_tool_parsers_are_read_from_the_template(with_template):
     dialogue = with_template(THINKS)
     for kwargs, opened in (({}, False), ({"effort": 1}, True), ({"enable_thinking": False}, False)):
         turn = dialogue.turn(ASKED, {}, template_kwargs=kwargs)
@@ -85,21 +85,21 @@ def test_what_a_template_says_of_its_marks(with_template):
     assert with_template(CHAT).turn(ASKED, {}).options == {}
 
 
-def test_tools_are_in_the_prompt_unless_none_may_be_called(with_template):
+def test_tools_are_in_the_prompt_unless_tool_choice_is_none(with_template):
     dialogue = with_template("{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHAT)
     for choice, shown in ((None, True), ("auto", True), ("required", True), ("none", False)):
         prompt = dialogue.turn(ASKED, {}, [TOOL], choice).prompt
         assert dialogue._model.text.decode(prompt).startswith("seek") == shown
 
 
-def test_a_prompt_is_what_the_template_renders(with_template):
+def test_a_prompt_equals_the_rendered_template(with_template):
     dialogue = with_template(CHAT)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     turn = dialogue.turn([ChatMessage(role="system", content="s"), ChatMessage(role="user", content=parts)], {})
     assert Model.encode(dialogue._model, "system: s\nuser: a\nb\n") == turn.prompt
 
 
-def test_calls_of_the_models_own_are_parsed(with_template):
+def test_tool_calls_in_the_models_own_markup_are_parsed(with_template):
     dialogue = with_template(THINKS)
     turn = dialogue.turn(ASKED, {}, [TOOL])
     answer = read(dialogue, turn, ["<thi", "nk>hm</think>Well.", CALL[:20], CALL[20:] + CALL])
@@ -112,8 +112,8 @@ def test_calls_of_the_models_own_are_parsed(with_template):
     assert read(dialogue, turn, [unknown]).text(CONTENT) == unknown
 
 
-def test_a_templates_own_ends_are_ends(session, tmp_path):
-    """The tokenizer may end a turn by another token than the artifact knows."""
+def test_the_templates_end_token_ends_an_answer(session, tmp_path):
+    """The tokenizer may end a turn with a token that the artifact does not name."""
     end = dialogue_in(CHAT, session, tmp_path)
     assert "stop_token_ids" not in end.turn(ASKED, {}).options
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -136,7 +136,7 @@ def thinking(session, tmp_path_factory):
         yield service
 
 
-def test_reasoning_before_constrained_text_is_free(thinking):
+def test_reasoning_before_constrained_text_is_not_constrained(thinking):
     asked = {"response_format": {"type": "json_object"}}
     both = {"reasoning_begin": "<think>", "reasoning_end": "</think>"}
     for kwargs, expected in (
@@ -148,7 +148,7 @@ def test_reasoning_before_constrained_text_is_free(thinking):
         assert options["structured_outputs"] == {"json_object": True, **expected}
 
 
-def test_what_a_request_says_of_reasoning_reaches_the_template(thinking):
+def test_reasoning_options_of_a_request_reach_the_template(thinking):
     def prompt(**given) -> str:
         body = parse(ChatBody, {"messages": [{"role": "user", "content": "x"}], **given}, {})
         return thinking.model.text.decode(asked(thinking, body).prompt, False)
@@ -168,7 +168,7 @@ def test_reasoning_is_counted_up_to_the_token_that_ends_it(session, artifact):
         assert usage([(2, [job])], end).completion_tokens_details.reasoning_tokens == count
 
 
-def test_tools_that_are_not_given_together(with_template):
+def test_contradictory_tools_and_formats_are_refused(with_template):
     dialogue = with_template(CHAT)
     with pytest.raises(Refused, match="give one of them"):
         dialogue.turn(ASKED, {"structured_outputs": {"regex": "a"}}, [TOOL], "required")

@@ -1,4 +1,5 @@
-"""eagle3-serve under load and in trouble: order, bounds, clients that vanish, generations that fail, signals."""
+"""eagle3-serve keeps order and bounds under load, and survives clients that disconnect, failing generations and
+signals."""
 
 import asyncio
 import json
@@ -54,7 +55,7 @@ def until(condition, seconds: float = 10.0) -> None:
 
 
 def begun(server, given: dict) -> tuple[httpx.Client, Iterator[str]]:
-    """A streamed completion whose first chunk has come."""
+    """Return a client and a streamed completion whose first chunk has arrived."""
     client = httpx.Client(timeout=60)
     request = client.build_request("POST", f"{server.url}/completions", json=given | {"stream": True})
     answer = client.send(request, stream=True)
@@ -63,7 +64,7 @@ def begun(server, given: dict) -> tuple[httpx.Client, Iterator[str]]:
     return client, lines
 
 
-def test_twenty_clients_at_once_get_each_its_own_and_in_order(server, session, artifact, held):
+def test_twenty_clients_at_once_get_their_own_answers_in_order(server, session, artifact, held):
     prompts = [f"def f{number}(x{number}" for number in range(20)]
     alone = Model(session.metadata, lambda: session, artifact)
     expected = [alone.generate(prompt, max_new_tokens=24).text for prompt in prompts]
@@ -90,7 +91,7 @@ def test_twenty_clients_at_once_get_each_its_own_and_in_order(server, session, a
     assert len(tokens) == 20
 
 
-def test_requests_are_answered_in_the_order_in_which_they_came(server, held):
+def test_requests_are_answered_in_the_order_of_arrival(server, held):
     client, _lines = begun(server, LONG)
     held.clear()
     order: list[int] = []
@@ -104,7 +105,7 @@ def test_requests_are_answered_in_the_order_in_which_they_came(server, held):
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_a_queue_that_is_full(model, artifact, held):
+def test_a_full_queue_answers_429(model, artifact, held):
     with served([model], artifact, max_queue=1) as server:
         client, _lines = begun(server, LONG)
         held.clear()
@@ -123,7 +124,7 @@ def test_a_queue_that_is_full(model, artifact, held):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_vanishes_frees_the_model_within_a_round(server, session, stream):
+def test_a_client_that_disconnects_frees_the_model_within_a_round(server, session, stream):
     body = json.dumps(LONG | {"stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     head = f"{head}\r\n\r\n".encode()
@@ -138,7 +139,7 @@ def test_a_client_that_vanishes_frees_the_model_within_a_round(server, session, 
     assert server.post("/completions", SHORT).status_code == 200
 
 
-def test_a_client_that_vanishes_from_the_queue(server, held):
+def test_a_client_that_disconnects_leaves_the_queue(server, held):
     client, _lines = begun(server, LONG)
     held.clear()
     with pytest.raises(httpx.ReadTimeout):
@@ -152,7 +153,7 @@ def test_a_client_that_vanishes_from_the_queue(server, held):
     assert server.post("/completions", SHORT).status_code == 200
 
 
-def test_a_generation_that_fails_is_its_requests_alone(server, session, monkeypatch):
+def test_a_failing_generation_affects_only_its_own_request(server, session, monkeypatch):
     expected = server.post("/completions", SHORT).json()["choices"][0]["text"]
     verify, calls = session.target_verify, []
 
@@ -176,7 +177,7 @@ def test_a_generation_that_fails_is_its_requests_alone(server, session, monkeypa
     assert httpx.get(server.url.removesuffix("/v1") + "/health").status_code == 200
 
 
-def test_a_body_that_is_too_large(server):
+def test_a_body_that_is_too_large_is_refused(server):
     answer = httpx.post(f"{server.url}/completions", content=b" " * (MOST_BODY + 1), timeout=60, headers=JSON)
     assert answer.status_code == 413 and f"{MOST_BODY >> 20} MiB" in answer.json()["error"]["message"]
     chunks = (b" " * (1 << 20) for _ in range(20))  # of a size that is not told
@@ -185,7 +186,7 @@ def test_a_body_that_is_too_large(server):
     assert server.post("/completions", SHORT).status_code == 200
 
 
-def test_a_key(model, artifact):
+def test_requests_without_the_right_key_are_refused(model, artifact):
     with served([model], artifact, key="secret") as server:
         assert server.post("/completions", SHORT, headers={"Authorization": "Bearer secret"}).status_code == 200
         for headers in (
@@ -220,7 +221,7 @@ def test_a_key(model, artifact):
         ("/health/../v1/models", "", False),
     ],
 )
-def test_a_key_is_asked_for_wherever_the_application_is_mounted(path, root, open_):
+def test_the_key_is_required_wherever_the_application_is_mounted(path, root, open_):
     passed = []
 
     async def app(scope, receive, send):
@@ -234,7 +235,7 @@ def test_a_key_is_asked_for_wherever_the_application_is_mounted(path, root, open
     assert bool(passed) == open_
 
 
-def test_a_line_a_request_without_its_text(server):
+def test_the_log_has_one_line_per_request_without_its_text(server):
     server.post("/completions", {"prompt": "def secret_words(", "max_tokens": 12})
     server.post("/completions", {"prompt": "def secret_words(", "max_tokens": "x"})
     until(lambda: len(server.lines) == 2)
@@ -244,7 +245,7 @@ def test_a_line_a_request_without_its_text(server):
     assert re.fullmatch(r"POST /v1/completions 400 \d+\.\d{3} s", server.lines[1])
 
 
-def test_metrics_are_vllms(server, session, artifact):
+def test_metrics_have_vllms_names_and_the_right_counts(server, session, artifact):
     said = Model(session.metadata, lambda: session, artifact).generate("def main(", max_new_tokens=30)
     server.post("/completions", {"prompt": "def main(", "max_tokens": 30})
     server.post("/completions", {"prompt": "def main(", "max_tokens": 30})
@@ -267,7 +268,7 @@ def test_metrics_are_vllms(server, session, artifact):
     assert server.metric("vllm:e2e_request_latency_seconds_sum") > server.metric("vllm:time_to_first_token_seconds_sum")
 
 
-def test_waiting_is_part_of_the_time_to_the_first_token(server, held):
+def test_the_time_to_the_first_token_includes_waiting(server, held):
     client, _lines = begun(server, LONG)
     held.clear()
     with ThreadPoolExecutor(1) as pool:
@@ -306,8 +307,8 @@ def test_an_artifact_without_a_template_continues_text(session, artifact, tmp_pa
         assert server.post("/completions", SHORT).status_code == 200
 
 
-def test_models_side_by_side(artifact):
-    """Each of two requests has caches of its own; a prompt goes where its beginning is known."""
+def test_two_models_serve_two_requests_at_once(artifact):
+    """Each of two requests has caches of its own; a prompt goes to the model that has cached its beginning."""
     with load(artifact) as one, load(artifact) as other, served([one, other], artifact) as server:
         expected = one.generate("def main(", max_new_tokens=200).text
         one.forget()
@@ -332,7 +333,7 @@ def command(artifact, *more) -> subprocess.Popen:
     return subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def test_the_command_ends_what_runs_when_it_is_told_to_end(artifact):
+def test_sigterm_lets_running_requests_end(artifact):
     running = command(artifact, "--model-id", "own", "--parallel", "2")
     try:
         url = re.search(r"^own at (\S+)$", running.stderr.readline())[1]
@@ -357,21 +358,21 @@ def test_the_command_ends_what_runs_when_it_is_told_to_end(artifact):
     assert re.fullmatch(r"POST /v1/completions 200 .*\n", lines), lines
 
 
-def test_a_port_that_is_taken(artifact):
+def test_a_port_in_use_is_refused(artifact):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, line = fail_command(main, artifact, "--port", port)
-    assert code == 1 and f"port {port} of 127.0.0.1 cannot be had" in line and "--port" in line
+    assert code == 1 and f"port {port} of 127.0.0.1 cannot be used" in line and "--port" in line
 
 
-def test_an_address_of_another_machine_is_not_met_with_another_port(artifact):
+def test_the_error_for_a_foreign_address_does_not_suggest_another_port(artifact):
     code, line = fail_command(main, artifact, "--host", "203.0.113.9")
     assert code == 1 and "203.0.113.9 is no address of this machine" in line
     assert "--host 0.0.0.0" in line and "--port" not in line
 
 
-def test_an_address_that_is_none():
-    with pytest.raises(click.ClickException, match="no address of this machine|cannot be had"):
+def test_an_invalid_address_is_refused():
+    with pytest.raises(click.ClickException, match="no address of this machine|cannot be used"):
         bind("no.such.host.invalid", 0)
 
 
@@ -386,20 +387,20 @@ def test_an_address_that_is_none():
         (("--chain-len", "44"), 1, "verifies at most 3 draft tokens a round"),
     ],
 )
-def test_flags_that_make_no_sense(artifact, tmp_path, flags, code, words):
+def test_invalid_flags_of_eagle3_serve_are_refused(artifact, tmp_path, flags, code, words):
     (tmp_path / "empty").write_text("\n")
     flags = [str(tmp_path / "empty") if flag == "EMPTY" else flag for flag in flags]
     found, line = fail_command(main, artifact, "--port", "0", *flags)
     assert found == code and words in line
 
 
-def test_an_artifact_without_a_tokenizer(artifact, tmp_path):
+def test_an_artifact_without_a_tokenizer_is_not_served(artifact, tmp_path):
     (tmp_path / "model.pte").write_bytes((artifact / "model.pte").read_bytes())
     code, line = fail_command(main, tmp_path, "--port", "0")
     assert code == 1 and "no tokenizer.json" in line
 
 
-def test_an_install_without_the_extra(artifact, monkeypatch):
+def test_a_server_without_its_packages_says_what_to_install(artifact, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "fastapi" else object())
     code, line = fail_command(main, artifact)
     assert code == 1 and line == "Error: fastapi is not installed: type pip install 'eagle3-export[serve]'"
@@ -415,7 +416,7 @@ def test_the_engine_ends_with_the_server(session, artifact):
     assert asyncio.run(_submitted(server.engine)) == "the server is shutting down"
 
 
-def test_who_waits_when_the_engine_ends_is_told(session, artifact, held):
+def test_waiting_requests_get_an_error_when_the_engine_ends(session, artifact, held):
     model = Model(session.metadata, lambda: session, artifact)
 
     async def both() -> list[str]:
@@ -433,7 +434,7 @@ def test_who_waits_when_the_engine_ends_is_told(session, artifact, held):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_fault_of_the_engine_leaves_nobody_waiting(session, artifact):
+def test_an_error_of_the_engine_ends_all_waiting_requests(session, artifact):
     model = Model(session.metadata, lambda: session, artifact)
 
     def fails(job):

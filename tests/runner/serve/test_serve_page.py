@@ -1,4 +1,4 @@
-"""The page at / and what it stands on: the authors of each token in a stream, the files, and a real browser."""
+"""The page at / shows the author of each token in a stream, has only its own files, and works in a real browser."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def streamed(server, **more) -> list[dict]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
-def test_a_stream_says_who_wrote_each_token(server, model):
+def test_a_stream_reports_the_author_of_each_token(server, model):
     model.forget()
     pieces = list(model.stream(ASKED, max_new_tokens=40))
     model.forget()
@@ -56,7 +56,7 @@ def test_a_stream_says_who_wrote_each_token(server, model):
         assert [token["drafted"] for token in each.get("content", [])] == drafted
 
 
-def test_the_authors_are_told_where_they_are_asked_for(server):
+def test_authors_are_reported_only_on_request(server):
     told = [choice for chunk in streamed(server, return_speculation=False, max_tokens=9) for choice in chunk["choices"]]
     assert told and not any("speculation" in choice for choice in told)
     answer = server.post("/chat/completions", {"messages": ASKED, "return_speculation": True})
@@ -65,7 +65,7 @@ def test_the_authors_are_told_where_they_are_asked_for(server):
     assert {choice["index"] for choice in both if "speculation" in choice} == {0, 1}
 
 
-def test_rounds_of_a_generation_add_up_to_its_statistics(model):
+def test_the_rounds_of_a_stream_add_up_to_its_statistics(model):
     model.forget()
     with model.stream(ASKED, max_new_tokens=60, temperature=0.8, seed=4) as stream:
         pieces = list(stream)
@@ -86,7 +86,7 @@ def test_rounds_of_a_generation_add_up_to_its_statistics(model):
     accepted=st.integers(0, 3),
 )
 def test_every_character_has_the_author_of_its_last_token(model, text, sizes, accepted):
-    """The text may be cut into tokens and rounds anywhere, with reasoning taken apart."""
+    """The text is cut into tokens and rounds anywhere, with reasoning separated."""
     ids = model.text.tokenizer.encode("<|channel>thought\n" + text + "<channel|>" + text, add_special_tokens=False).ids
     authors, splitter = Authors(model, {"skip_special_tokens": False}), Splitter(CHANNEL)
     stream, said, place, ends, whole = Authors(model, {"skip_special_tokens": False})._stream, [], 0, [], ""
@@ -148,14 +148,14 @@ def test_the_page_refers_to_nothing_but_its_own_files():
     assert not any("innerHTML" in text or "eval(" in text for text in texts.values())
 
 
-def test_the_parser_of_markdown_is_the_one_of_its_package_with_its_licence():
+def test_the_markdown_parser_is_the_unchanged_package_with_its_licence():
     file, licence = FOLDER / "marked.esm.js", (FOLDER / "marked.LICENSE.txt").read_text()
     assert hashlib.sha256(file.read_bytes()).hexdigest() == MARKED
     version = re.search(r"marked v([\d.]+)", file.read_text())[1]
     assert f"version {version}, unchanged" in licence and "Permission is hereby granted, free of charge" in licence
 
 
-def test_an_install_has_the_page():
+def test_an_installed_package_contains_the_page():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["package-data"]["eagle3.runner.serve"] == ["static/*"]
 
@@ -169,7 +169,7 @@ def test_the_page_needs_no_key_and_shows_nothing_without_one(model, artifact):
 SENT = "return document.getElementById('stop').hidden && document.querySelectorAll('.answer').length == arguments[0]"
 
 
-def test_a_dialogue_in_a_browser(chromium, server, page, model):
+def test_a_dialogue_in_a_browser_shows_answers_and_authors(chromium, server, page, model):
     model.forget()
     said = model.generate(ASKED, max_new_tokens=30)
     chromium.open(page)
@@ -219,7 +219,7 @@ def test_escape_ends_an_answer_and_frees_the_model(chromium, server, page, held)
     assert server.post("/completions", {"prompt": "x", "max_tokens": 4}).status_code == 200
 
 
-def test_what_a_model_writes_is_shown_and_not_run(chromium, page):
+def test_html_written_by_a_model_is_shown_and_not_run(chromium, page):
     chromium.open(page)
     text = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
     told = {"choices": [{"delta": {"content": text}, "speculation": {
@@ -233,7 +233,7 @@ def test_what_a_model_writes_is_shown_and_not_run(chromium, page):
     assert chromium.text(".answer .words") == text and chromium.run("return window.hit === undefined")
 
 
-def test_a_refusal_is_shown_and_the_question_given_back(chromium, page):
+def test_the_page_shows_a_refusal_and_restores_the_question(chromium, page):
     chromium.open(page)
     chromium.until("return document.getElementById('model').dataset.id == 'tiny'")
     question = "word " * 1500
@@ -245,7 +245,7 @@ def test_a_refusal_is_shown_and_the_question_given_back(chromium, page):
     assert chromium.run("return document.getElementById('turns').childElementCount") == 0
 
 
-def test_the_page_asks_for_the_key_that_the_server_has(chromium, model, artifact):
+def test_the_page_asks_for_the_servers_key(chromium, model, artifact):
     with served([model], artifact, key="secret") as server:
         chromium.open(server.url.removesuffix("v1"))
         chromium.until("return document.getElementById('ask-key').open")
@@ -264,7 +264,7 @@ def test_the_page_asks_for_the_key_that_the_server_has(chromium, model, artifact
         assert chromium.text(".answer .words")
 
 
-def test_light_dark_and_the_keyboard(chromium, page):
+def test_the_page_has_light_and_dark_modes_and_keyboard_use(chromium, page):
     chromium.open(page)
     back = "return getComputedStyle(document.body).backgroundColor"
     first = chromium.run(back)

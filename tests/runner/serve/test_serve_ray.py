@@ -1,5 +1,5 @@
-"""Two replicas on this machine under Ray Serve, and a file of prompts through Ray Data. Skipped without Ray, which is
-too large to be installed for tests alone: pip install 'eagle3-export[ray]'."""
+"""Two replicas run on this machine under Ray Serve, and a file of prompts with Ray Data. The tests are skipped without
+Ray, which is too large to be installed only for them: pip install 'eagle3-export[ray]'."""
 
 import json
 import time
@@ -59,7 +59,7 @@ def completion(client, prompt, **more) -> dict:
     return answer.json()
 
 
-def test_answers_are_the_librarys_and_a_prompt_goes_where_its_beginning_is_known(client, session, artifact):
+def test_ray_answers_equal_the_librarys_and_prompts_go_to_the_replica_with_their_prefix(client, session, artifact):
     alone = Model(session.metadata, lambda: session, artifact)
     for number in range(4):
         for begun in (FIRST, SECOND):
@@ -71,7 +71,7 @@ def test_answers_are_the_librarys_and_a_prompt_goes_where_its_beginning_is_known
                 assert details["cached_tokens"] >= len(alone.encode(begun)) - 2
 
 
-def test_everything_else_is_as_without_ray(client, url):
+def test_other_endpoints_work_under_ray_as_without_it(client, url):
     lines = client.post("/v1/completions", json={"prompt": FIRST, "max_tokens": 20, "stream": True}).text
     assert lines.endswith("data: [DONE]\n\n") and lines.count("data: {") > 4
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
@@ -81,7 +81,7 @@ def test_everything_else_is_as_without_ray(client, url):
     assert "module" in httpx.get(f"{url}/").text and httpx.get(f"{url}/page.js").status_code == 200
 
 
-def test_a_client_that_vanishes_frees_its_replica(client):
+def test_a_client_that_disconnects_frees_its_replica(client):
     long = {"prompt": FIRST, "max_tokens": 900, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=long) as answer:
         next(answer.iter_lines())
@@ -91,7 +91,7 @@ def test_a_client_that_vanishes_frees_its_replica(client):
         time.sleep(0.05)
 
 
-def test_a_replica_that_is_killed_comes_back(client):
+def test_a_killed_replica_is_restarted(client):
     expected = completion(client, FIRST)["choices"][0]["text"]
 
     def replicas() -> set[str]:
@@ -111,7 +111,7 @@ def test_a_replica_that_is_killed_comes_back(client):
         assert completion(client, FIRST)["choices"][0]["text"] == expected, number
 
 
-def test_settings_that_make_no_sense(tmp_path):
+def test_invalid_ray_settings_are_refused(tmp_path):
     from eagle3.runner.serve.ray import Settings, app
 
     with pytest.raises(ValueError, match="extra_forbidden|Extra inputs"):
@@ -129,12 +129,12 @@ PROMPTS += [
 
 
 def lines_of(file) -> dict:
-    """Return the results by line and turn, without what depends on time and on what a cache held."""
+    """Return the results by line and turn, without values that depend on time and on cached tokens."""
     records = [json.loads(line) for line in file.read_text().splitlines()]
     return {(each["line"], each["turn"]): (each["token_ids"], each["request"]) for each in records}
 
 
-def test_a_file_of_prompts_over_ray_data_is_that_of_one_model_and_goes_on_where_it_was(cluster, artifact, tmp_path):
+def test_ray_data_gives_the_results_of_one_model_and_continues_an_interrupted_batch(cluster, artifact, tmp_path):
     file, alone, spread = tmp_path / "prompts.jsonl", tmp_path / "alone.jsonl", tmp_path / "spread.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in PROMPTS))
     run_command(main, artifact, "--prompts", file, "--output", alone, "--seed", 5)
@@ -147,7 +147,7 @@ def test_a_file_of_prompts_over_ray_data_is_that_of_one_model_and_goes_on_where_
     assert "10 of them in" in told
 
 
-def test_replicas_that_the_cluster_has_no_room_for_are_refused_and_those_that_wait_are_told(capsys):
+def test_too_many_ray_replicas_are_refused_and_waiting_ones_are_reported(capsys):
     from eagle3.runner.batch.batch_ray import _check_room
 
     _check_room({"CPU": 4.0}, {"CPU": 2.0}, 2, "CPU")

@@ -1,4 +1,4 @@
-"""Histories that a chat template takes in another form than OpenAI writes them, and the bytes of partial characters."""
+"""Histories are converted to the form that a chat template needs, and partial characters have their bytes."""
 
 import json
 
@@ -40,11 +40,11 @@ def rendered(template: str, history: list[dict], folder) -> str:
         ("{% for m in messages %}{{ '|' + m.content }}{% endfor %}", "|x|"),
     ],
 )
-def test_a_history_is_given_as_the_template_takes_it(template, says, tmp_path):
+def test_a_history_is_converted_to_the_form_of_the_template(template, says, tmp_path):
     assert rendered(template, HISTORY, tmp_path) == says
 
 
-def test_the_shipped_template_takes_a_turn_of_tool_calls_without_content(tmp_path):
+def test_the_shipped_template_accepts_a_turn_of_tool_calls_without_content(tmp_path):
     assert rendered((TINY / "chat_template.jinja").read_text(), [*HISTORY, HISTORY[0]], tmp_path)
 
 
@@ -54,11 +54,11 @@ ROLES = "{% for m in messages %}{{ m.role }} {% endfor %}"
 @pytest.mark.parametrize(
     ("template", "says"), [(ROLES, "system user "), ("{# developer #}" + ROLES, "developer user ")]
 )
-def test_a_developer_is_the_system_where_the_template_has_no_such_role(template, says, tmp_path):
+def test_the_server_renders_a_developer_message_as_system_if_the_template_lacks_that_role(template, says, tmp_path):
     assert rendered(template, [{"role": "developer", "content": "y"}, HISTORY[0]], tmp_path) == says
 
 
-def test_a_token_that_is_part_of_a_character_has_its_bytes(tmp_path):
+def test_the_logprobs_of_a_partial_character_have_its_bytes(tmp_path):
     tokens = ["<0xE2>", "a", "\ufffd"]
     tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, []))
     tokenizer.decoder = decoders.ByteFallback()
@@ -85,7 +85,7 @@ BEGUN = [{"role": "user", "content": "Count."}, {"role": "assistant", "content":
         (Ending(False, True), "<assistant>One, two,"),
     ],
 )
-def test_a_prompt_ends_as_transformers_ends_it(ending, says, tmp_path):
+def test_each_ending_of_a_prompt_equals_transformers(ending, says, tmp_path):
     dialogue = dialogue_in(CHATML, Scripted(), tmp_path)
     messages = [ChatMessage(**each) for each in BEGUN]
     rendered = dialogue._render(messages, None, None, ending)
@@ -98,14 +98,14 @@ def test_a_prompt_ends_as_transformers_ends_it(ending, says, tmp_path):
 @pytest.mark.parametrize(
     ("begun", "opened"), [("<think>Let me", True), ("<think>Let me</think>\n\nOne", False), ("One", False)]
 )
-def test_an_answer_goes_on_within_the_reasoning_that_it_had_opened(begun, opened, tmp_path):
+def test_a_continued_answer_stays_in_its_open_reasoning(begun, opened, tmp_path):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
     dialogue = dialogue_in(template, Scripted(), tmp_path)
     messages = [ChatMessage(role="assistant", content=begun)]
     assert dialogue.turn(messages, {}, ending=Ending(False, True)).reasoning is opened
 
 
-def test_a_continued_answer_is_the_rest_of_the_whole_one(server):
+def test_a_continued_answer_equals_the_rest_of_the_complete_one(server):
     asked = [{"role": "user", "content": "Open a file and read its lines."}]
     whole = server.post("/chat/completions", {"messages": asked}).json()["choices"][0]["message"]["content"]
     begun = {"role": "assistant", "content": whole[:12]}
@@ -125,6 +125,6 @@ def test_a_continued_answer_is_the_rest_of_the_whole_one(server):
         ({"continue_final_message": "yes"}, "continue_final_message"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(server, given, words):
+def test_messages_that_cannot_be_continued_are_refused(server, given, words):
     answer = server.post("/chat/completions", {"messages": BEGUN, "continue_final_message": True} | given)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""A request that another process received, answered by the same application: what eagle3.runner.serve.ray stands on."""
+"""The application answers a request that another process received, as eagle3.runner.serve.ray needs."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ async def whole(app, request: Sent) -> tuple[int, list[bytes]]:
     return start["status"], [message["body"] for message in rest if message.get("body")]
 
 
-def test_an_answer_comes_as_it_is_made(service):
+def test_a_tunneled_answer_is_streamed_as_it_is_generated(service):
     app = build_app(service)
     asked = {"prompt": "def main(", "max_tokens": 20}
     status, bodies = asyncio.run(whole(app, sent(asked)))
@@ -44,7 +44,7 @@ def test_an_answer_comes_as_it_is_made(service):
     assert asyncio.run(whole(app, sent({"prompt": 3})))[0] == 400
 
 
-def test_who_leaves_an_answer_frees_the_model(service):
+def test_abandoning_a_tunneled_answer_frees_the_model(service):
     async def left() -> None:
         app = build_app(service)
         long = {"prompt": "def main(", "max_tokens": 900, "ignore_eos": True, "stream": True}
@@ -74,5 +74,5 @@ def test_who_leaves_an_answer_frees_the_model(service):
         (None, ""),
     ],
 )
-def test_the_text_that_a_router_goes_by(body, text):
+def test_the_router_gets_the_text_of_a_request(body, text):
     assert prompt_text(json.dumps(body).encode()) == text and prompt_text(b"{") == ""

@@ -1,4 +1,5 @@
-"""Conversations in a model's own template; what is no conversation, and what the template does not take, in a line."""
+"""Conversations are rendered in a model's own template; invalid ones, and those that the template rejects, are refused
+in one line."""
 
 import json
 import shutil
@@ -27,7 +28,7 @@ def text():
 
 @pytest.fixture
 def with_template(tmp_path):
-    """A template to the shipped tokenizer with that template, or with none."""
+    """A function that returns the shipped tokenizer with a given template, or without one."""
 
     def make(template: str | None) -> Text:
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -39,7 +40,7 @@ def with_template(tmp_path):
     return make
 
 
-def test_the_shipped_template_makes_scripts_that_end_as_files_do(text):
+def test_the_shipped_template_renders_scripts_that_end_like_files(text):
     ids = text.encode_messages(TURNS)
     assert (ids[0], ids.count(2), ids.count(1)) == (2, 1, 1)
     assert text.tokenizer.decode(ids, skip_special_tokens=False) == (
@@ -50,25 +51,25 @@ def test_the_shipped_template_makes_scripts_that_end_as_files_do(text):
 
 
 @pytest.mark.parametrize(("template", "role"), [("", "system"), ("{# developer #}", "developer")])
-def test_a_developer_is_the_system_where_the_template_has_no_such_role(with_template, template, role):
+def test_a_developer_message_becomes_a_system_message_if_the_template_lacks_that_role(with_template, template, role):
     text = with_template(template + "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
     asked = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "x"}]
     ids = text.encode_messages(asked)
     assert text.decode(ids) == f"{role}:Be brief.;user:x;" and asked[0]["role"] == "developer"
 
 
-def test_the_shipped_template_takes_a_developer_as_the_system(text):
+def test_the_shipped_template_renders_a_developer_message_like_a_system_message(text):
     developer = [{**TURNS[0], "role": "developer"}, *TURNS[1:]]
     assert TURNS[0]["role"] == "system" and text.encode_messages(developer) == text.encode_messages(TURNS)
 
 
-def test_what_was_answered_is_where_the_next_turn_goes_on(text):
+def test_the_next_turn_continues_the_tokens_of_the_answer(text):
     answer = text.tokenizer.encode('("opened")\n<eos>', add_special_tokens=False).ids
     before = text.encode_messages(TURNS[:2]) + answer
     assert text.encode_messages(TURNS)[: len(before)] == before
 
 
-def test_an_answer_of_the_shipped_model_ends_by_itself(artifact, session):
+def test_an_answer_of_the_shipped_model_ends_with_an_end_token(artifact, session):
     text = Text(artifact)  # the template is one of the artifact's files
     answered = complete(session, text.encode_messages([{"role": "user", "content": "Open a file and read its lines."}]))
     assert answered.finish_reason == STOP
@@ -97,7 +98,7 @@ def test_the_tokenizer_is_loaded_once(text, monkeypatch):
         ([TURNS[1], TURNS[0]], "the system message must be the first"),
     ],
 )
-def test_what_is_no_conversation(text, messages, words):
+def test_messages_that_are_no_conversation_are_refused(text, messages, words):
     with pytest.raises(ValueError, match=words) as failure:
         text.encode_messages(messages)
     assert "\n" not in str(failure.value)
@@ -113,13 +114,13 @@ def test_what_is_no_conversation(text, messages, words):
         ("{% for %}", "does not take these messages: "),
     ],
 )
-def test_a_template_that_is_missing_or_fails(with_template, template, words):
+def test_a_missing_or_failing_chat_template_is_refused(with_template, template, words):
     with pytest.raises(ValueError, match=words) as failure:
         with_template(template).encode_messages([{"role": "user", "content": "x"}])
     assert "\n" not in str(failure.value)
 
 
-def test_a_tokenizer_that_transformers_does_not_load(with_template):
+def test_a_tokenizer_that_transformers_does_not_load_is_refused(with_template):
     text = with_template("{{ bos_token }}")
     (text.folder / "tokenizer_config.json").write_text("not json")
     with pytest.raises(ValueError, match="does not load for its chat template") as failure:
@@ -127,9 +128,7 @@ def test_a_tokenizer_that_transformers_does_not_load(with_template):
     assert "\n" not in str(failure.value)
 
 
-def test_an_answer_ends_at_the_tokenizers_own_end_token_which_config_json_does_not_name(
-    session, with_template, artifact
-):
+def test_an_answer_ends_at_the_tokenizers_end_token_that_config_json_lacks(session, with_template, artifact):
     asked = [TURNS[1]]
     whole = Model(session.metadata, lambda: session, artifact).generate(asked, max_new_tokens=12).token_ids
     text = with_template((artifact / "chat_template.jinja").read_text())

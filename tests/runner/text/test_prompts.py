@@ -1,4 +1,4 @@
-"""Prompts from files and from stdin: every known shape is read as it is, anything else is refused by line and field."""
+"""Prompts from files and from stdin are read in every known format; anything else is refused with line and field."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def set_stdin(monkeypatch, data: bytes) -> None:
     ],
     ids=["text", "tokens", "messages", "MT-Bench", "GSM8K", "HumanEval"],
 )
-def test_every_shape_is_read_as_it_is_and_takes_options(file, entry, prompt):
+def test_every_known_format_of_prompts_is_read_with_options(file, entry, prompt):
     options = {"temperature": 0.5, "stop": ["a"], "logit_bias": {"3": -1}}
     file.write_text(json.dumps(entry) + "\n" + json.dumps(entry | options))
     plain, with_options = read_prompts(file)
@@ -57,24 +57,24 @@ def test_every_shape_is_read_as_it_is_and_takes_options(file, entry, prompt):
     assert with_options == replace(prompt, line=2, options=options)
 
 
-def test_every_option_is_one(file):
+def test_every_option_of_a_prompt_line_is_a_field_of_options(file):
     file.write_text(json.dumps({"prompt": "a"} | dict.fromkeys(OPTIONS)))
     assert read_prompts(file)[0].options == dict.fromkeys(OPTIONS)
 
 
-def test_blank_lines_marks_and_line_ends_of_other_systems_do_not_matter(file):
+def test_blank_lines_byte_order_marks_and_other_line_ends_are_ignored(file):
     file.write_bytes('\ufeff\r\n{"prompt": "a\u2028b\x85"}\r\n \t\n{"prompt": "\u00e9"}'.encode())
     assert read_prompts(file) == [Prompt(2, text="a\u2028b\x85"), Prompt(4, text="é")]
 
 
-def test_prompts_and_a_prompt_come_from_stdin(monkeypatch):
+def test_prompts_and_a_single_prompt_are_read_from_stdin(monkeypatch):
     set_stdin(monkeypatch, '{"prompt": "é"}'.encode())
     assert read_prompts(None) == [Prompt(1, text="é")]
     set_stdin(monkeypatch, "\ufeffé\r\nb".encode())
     assert read_text(None) == "é\nb"
 
 
-def test_a_first_turn_is_what_was_given():
+def test_the_first_turn_of_a_prompt_is_unchanged():
     assert Prompt(1, tokens=[5]).first_turn == [5]
     assert Prompt(1, text="a", further_turns=("b",)).first_turn == "a"
     assert Prompt(1, messages=MESSAGES).first_turn == MESSAGES
@@ -92,11 +92,11 @@ def test_a_first_turn_is_what_was_given():
         ('"a"', "no JSON object"),
         ("{}", "one of prompt, prompt_tokens, messages, turns, question is needed, found no field"),
         ('{"promt": "a"}', "is needed, found 'promt'"),
-        ('{"prompt": "a", "temprature": 1}', "unknown field 'temprature': beside prompt are known id, .*temperature"),
+        ('{"prompt": "a", "temprature": 1}', "unknown field 'temprature': known beside prompt are id, .*temperature"),
         ('{"question": "a", "reference": 1}', "unknown field 'reference'"),
-        ('{"prompt": "a", "messages": []}', "prompt and messages stand for the same"),
-        ('{"prompt": "a", "id": 1, "task_id": 2}', "id and task_id stand for the same"),
-        ('{"prompt": "a", "prompt": "b"}', "'prompt' is there twice"),
+        ('{"prompt": "a", "messages": []}', "prompt and messages mean the same"),
+        ('{"prompt": "a", "id": 1, "task_id": 2}', "id and task_id mean the same"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
         ('{"prompt": 3}', "prompt is 3, but must be text"),
         ('{"prompt": ""}', "prompt is empty"),
         ('{"prompt": "\\ud800"}', "prompt is not Unicode text"),
@@ -111,7 +111,7 @@ def test_a_first_turn_is_what_was_given():
         ('{"prompt": "a", "category": 1}', "category is 1, but must be text"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_refused_by_file_line_and_field(file, line, words):
+def test_a_line_that_is_no_prompt_is_refused_with_file_line_and_field(file, line, words):
     file.write_text('{"prompt": "a"}\n\n' + line)
     with pytest.raises(ValueError, match=words) as failure:
         read_prompts(file)
@@ -120,7 +120,7 @@ def test_a_line_that_is_no_prompt_is_refused_by_file_line_and_field(file, line, 
 
 
 @pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
-def test_a_file_without_prompts(file, content):
+def test_a_file_without_prompts_is_refused(file, content):
     file.write_text(content)
     with pytest.raises(ValueError, match=f"{file} has no prompts"):
         read_prompts(file)
@@ -135,7 +135,7 @@ def test_bytes_that_are_not_utf8_are_named(file, monkeypatch):
         read_text(None)
 
 
-def test_a_closed_stdin(monkeypatch):
+def test_reading_prompts_from_a_closed_stdin_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ValueError, match="stdin is closed"):
         read_prompts(None)

@@ -1,4 +1,4 @@
-"""Text streams out whole: the pieces join to what decoding at once gives, cut where a stop string begins."""
+"""The pieces of a text stream join to the result of decoding at once, cut where a stop string begins."""
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ SENTENCEPIECE = {  # as Llama 2, Gemma and T5 decode
 
 
 def sentencepiece(name: str) -> Tokenizer:
-    """A vocabulary of special tokens (0 to 2), bytes (3 to 258) and PIECES (from 259 on)."""
+    """Return a tokenizer with special tokens (0 to 2), bytes (3 to 258) and PIECES (from 259 on)."""
     vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
     model = models.BPE({token: id for id, token in enumerate(vocabulary)}, [], unk_token="<unk>", byte_fallback=True)
     tokenizer = Tokenizer(model)
@@ -36,7 +36,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def texts(text, tmp_path_factory):
-    """Name to a tokenizer, and ids of it that make every kind of text."""
+    """Maps a name to a tokenizer, and to ids of it that make every kind of text."""
     found = {"shipped": (text, sorted({0, 1, 2, 3, 5000}.union(*(text.encode(sample) for sample in SAMPLES))))}
     in_bytes = [3 + byte for byte in "é\U0001f40d\n \xff".encode()]
     for name in SENTENCEPIECE:
@@ -48,18 +48,18 @@ def texts(text, tmp_path_factory):
 
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
-def test_pieces_join_to_the_whole(text, sample, size):
+def test_the_pieces_of_a_text_join_to_the_whole(text, sample, size):
     ids, stream = text.encode(sample), TextStream(text)
     pieces = [stream.push(ids[start : start + size]) for start in range(0, len(ids), size)] + [stream.finish()]
     assert "".join(pieces) == sample
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_prompt_begins_with_bos(text):
+def test_an_encoded_prompt_begins_with_bos(text):
     assert text.encode("x")[0] == 2
 
 
-def test_a_text_that_ends_within_a_character_keeps_all_before_it(text):
+def test_a_text_that_ends_within_a_character_keeps_the_text_before_it(text):
     ids = text.encode("x = 1  # na\u00efve \U0001f40d")[:-1]
     stream = TextStream(text)
     shown = "".join(stream.push([token]) for token in ids)
@@ -71,7 +71,7 @@ def test_a_text_that_ends_within_a_character_keeps_all_before_it(text):
 
 
 def plainly(text: Text, ids: list[int], stops: list[str]) -> tuple[str, str | None, int]:
-    """The text, the stop string that ended it, and how many ids belong to it, by decoding everything at every id."""
+    """Return the text, the stop string that ended it, and the number of its ids, by decoding everything at every id."""
     for count in range(1, len(ids) + 1):
         whole = text.decode(ids[:count])
         places = [(whole.find(stop), len(stop), stop) for stop in stops if stop in whole]
@@ -90,7 +90,7 @@ def streamed(text: Text, parts: list[list[int]], stops: list[str]) -> tuple[str,
 @pytest.mark.parametrize("name", ["shipped", *SENTENCEPIECE])
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
-def test_a_stream_is_decoding_at_once_cut_at_the_first_stop_string_to_complete(name, texts, data):
+def test_a_text_stream_equals_decoding_at_once_cut_at_the_first_stop_string(name, texts, data):
     text, pool = texts[name]
     parts = data.draw(st.lists(st.lists(st.sampled_from(pool), max_size=5), max_size=12))
     ids = sum(parts, [])
@@ -105,7 +105,7 @@ def test_a_stream_is_decoding_at_once_cut_at_the_first_stop_string_to_complete(n
 # --- stop strings
 
 
-def test_only_what_could_become_a_stop_string_is_held_back(text):
+def test_only_text_that_could_become_a_stop_string_is_held_back(text):
     stream = TextStream(text, ["\n\nclass", "return x"])
     ids = text.encode("def f(x):\n    return x + 1\n\n\nx = 2\n\n")[1:]
     shown = ""
@@ -119,7 +119,7 @@ def test_only_what_could_become_a_stop_string_is_held_back(text):
     assert (shown, stream.stopped, stream.finish()) == ("def f(x):\n    ", "return x", "")
 
 
-def test_ids_behind_a_stop_string_are_ignored_and_the_one_that_completes_it_counts(text):
+def test_ids_after_a_stop_string_are_ignored_and_the_completing_one_counts(text):
     ids = text.encode("a = 1\n\n\nb = 2")
     stream = TextStream(text, ["\n\n\n"])
     assert stream.push(ids) == "a = 1"
@@ -133,12 +133,12 @@ def test_ids_behind_a_stop_string_are_ignored_and_the_one_that_completes_it_coun
     ("stop", "words"),
     [("", "empty"), ("a\ud800", "not Unicode"), ("\ufffd", r"U\+FFFD"), (3, "3 is no text")],
 )
-def test_a_stop_string_that_cannot_be(text, stop, words):
+def test_an_invalid_stop_string_is_refused(text, stop, words):
     with pytest.raises(ValueError, match=words):
         TextStream(text, ["x", stop])
 
 
-def test_one_stop_string_may_be_given_as_it_is(text):
+def test_a_single_stop_string_may_be_given_without_a_list(text):
     assert streamed(text, [text.encode("x = 1; y")], "1;") == ("x = ", "1;", 5)
 
 
@@ -154,7 +154,7 @@ class Counting(Text):
 
 
 @pytest.mark.parametrize("stop", [(), ["\n\n\n", " zzz"]], ids=["plain", "stop strings"])
-def test_no_token_costs_more_than_the_first_ones(stop):
+def test_decoding_a_late_token_costs_no_more_than_an_early_one(stop):
     text = Counting(TARGETS["gemma4-tiny"].checkpoint)
     stream = TextStream(text, stop)
     stream.push(text.encode("naïve = 1; " * 300))

@@ -1,4 +1,4 @@
-"""Greedy ids: of scores before the softcap, over blocks on CUDA, the first of equals."""
+"""Greedy ids are computed from scores before the softcap, by blocks on CUDA, and the first of equal scores wins."""
 
 import pytest
 import torch
@@ -27,13 +27,13 @@ def test_argmax_of_blocks_is_torchs_argmax_and_takes_the_first_of_equals(columns
     assert argmax_of_blocks(x, 0) is argmax_of_blocks(x[..., : 2 * BLOCK], -1) is NotImplemented
 
 
-def test_the_vocabularies_in_use_are_divided_without_a_rest():
+def test_blocks_divide_the_vocabularies_of_known_targets_without_remainder():
     blocks = {width: block_of(width) for width in (32000, 128256, 151936, 201088, 262144)}
     assert not any(width % size for width, size in blocks.items()) and blocks[262144] == BLOCK
     assert block_of(65537) == BLOCK  # a prime
 
 
-def test_inductor_takes_it_within_the_context_alone():
+def test_inductor_uses_the_blockwise_argmax_only_within_the_context():
     op = torch.ops.aten.argmax.default
     before = select_decomp_table().get(op)
     with argmax_over_blocks():
@@ -43,7 +43,7 @@ def test_inductor_takes_it_within_the_context_alone():
 
 @pytest.mark.parametrize("config", [{}, {"final_logit_softcapping": 2.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_capped_scores_are_transformers_logits_and_the_greatest_score_is_a_greatest_logit(config, dtype):
+def test_softcapped_scores_equal_transformers_logits_with_the_same_argmax(config, dtype):
     torch.manual_seed(0)
     model = Gemma2ForCausalLM(Gemma2Config(**SIZE, **({"final_logit_softcapping": None} | config))).to(dtype)
     model.lm_head.weight.data.mul_(40)  # logits far beyond the softcap, many of them equal

@@ -1,5 +1,5 @@
-"""Memory that threads share without a barrier is found in a kernel's PTX, and nothing else is: in kernels written by
-hand and in PTX with faults put in, one at a time."""
+"""Memory that threads share without a barrier is found in a kernel's PTX, without false reports. The cases are our
+kernels, and PTX into which faults are put one at a time."""
 
 import re
 from unittest.mock import patch
@@ -18,7 +18,7 @@ ARCH = "sm_90"
 
 
 def lines(name, arch=ARCH, kernel=None):
-    """Return what is found in a kernel by its name, or in another in its place."""
+    """Return the faults found in a kernel with this name, or in another kernel in its place."""
     own, launch = KERNELS[name]
     return list(map(str, faults(ptx_of(kernel or own, launch, arch), names_of(own))))
 
@@ -27,8 +27,8 @@ def lines(name, arch=ARCH, kernel=None):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100"])
-def test_a_part_that_is_summed_alone_needs_a_barrier_of_its_own(arch, tmp_path):
-    """More than 16 rows are not divided: no counter is asked, whose barrier stood there before."""
+def test_an_unsplit_part_of_attention_needs_a_barrier_of_its_own(arch, tmp_path):
+    """More than 16 rows are not split, so there is no counter, whose barrier had served here before."""
     barrier = "        else:\n            tl.debug_barrier()  # what one thread stored, another loads\n"
     without = edited(attention._attention_kernel, barrier, "", tmp_path)
     assert lines("attention", arch) == []
@@ -40,7 +40,7 @@ def test_a_part_that_is_summed_alone_needs_a_barrier_of_its_own(arch, tmp_path):
     assert "(PARTS) is stored, then loaded by other threads, with no barrier" in found
 
 
-def test_queries_that_are_made_and_then_loaded_need_a_barrier(tmp_path):
+def test_queries_that_a_kernel_stores_and_loads_need_a_barrier(tmp_path):
     call = "        )  # fmt: skip\n"
     without = edited(attention._attention_kernel, call + "        tl.debug_barrier()\n", call, tmp_path)
     (found,) = lines("attention of a product", kernel=without)
@@ -48,7 +48,7 @@ def test_queries_that_are_made_and_then_loaded_need_a_barrier(tmp_path):
 
 
 def test_a_kernel_with_a_fault_leaves_the_ops_as_they_are(tmp_path):
-    """Otherwise the next call of the op ends the process, or says that there is no memory."""
+    """Otherwise the next call of the op would end the process, or report that there is no memory."""
     edited(attention._attention_kernel, "what one thread stored, another loads", "the same", tmp_path)
     assert torch.ops.eagle3.attention.default is attention.attention._opoverload
 
@@ -68,7 +68,7 @@ def test_sums_of_other_blocks_need_an_atomic_that_releases_and_acquires_for_the_
 
 @pytest.fixture(scope="module", params=["attention of a product", "int4 of a gate", "q6_k", "large q4_k"])
 def counting(request):
-    """A kernel whose blocks count each other: its arguments' names and its PTX."""
+    """The argument names and the PTX of a kernel whose blocks count arrivals."""
     kernel, launch = KERNELS[request.param]
     ptx = ptx_of(kernel, launch, "sm_89")
     assert faults(ptx) == []
@@ -76,7 +76,7 @@ def counting(request):
 
 
 def without_barrier(ptx, before):
-    """Return PTX without the barrier next before the atomic, or without those behind it."""
+    """Return PTX without the last barrier before the atomic, or without the barriers after it."""
     barriers = [found.span() for found in re.finditer(r"^\s*bar\.sync[^;]*;\n", ptx, re.MULTILINE)]
     atomic = ptx.index("atom.global")
     if not before:
@@ -85,7 +85,7 @@ def without_barrier(ptx, before):
     return ptx[:start] + ptx[end:]
 
 
-def test_what_is_counted_was_stored_before_a_barrier(counting):
+def test_a_barrier_must_lie_between_stores_and_the_counting_atomic(counting):
     names, ptx = counting
     found = list(map(str, faults(without_barrier(ptx, before=True), names)))
     assert any(
@@ -93,20 +93,20 @@ def test_what_is_counted_was_stored_before_a_barrier(counting):
     )
 
 
-def test_what_the_last_block_adds_is_loaded_behind_a_barrier(counting):
+def test_a_barrier_must_lie_between_the_counting_atomic_and_the_last_blocks_loads(counting):
     names, ptx = counting
     found = list(map(str, faults(without_barrier(ptx, before=False), names)))
     assert any("(PARTS) is stored by other blocks, then loaded with no barrier behind the atomic" in f for f in found)
 
 
 @pytest.mark.parametrize("weaker", ["bar.sync 1, 64;", "bar.warp.sync -1;", "@%p1 bar.sync 0;", "membar.gl;"])
-def test_what_holds_for_some_threads_or_orders_one_alone_is_no_barrier(counting, weaker):
+def test_an_instruction_that_orders_only_some_threads_is_not_a_barrier(counting, weaker):
     names, ptx = counting
     assert faults(re.sub(r"bar\.sync\s+0;", weaker, ptx), names)
     assert not faults(re.sub(r"bar\.sync\s+0;", "barrier.cta.sync 0;", ptx), names)
 
 
-def test_a_load_for_constants_is_not_of_what_the_kernel_stores(counting):
+def test_a_load_for_constants_of_stored_memory_is_a_fault(counting):
     names, ptx = counting
     if "PARTS" in names.values() and "ld.global.cg" not in ptx:
         pytest.skip("its sums are loaded by asynchronous copies, which have no such form")
@@ -152,7 +152,7 @@ def found_in(kernel, *arguments, **constants):
 X = on_meta(4096, dtype=torch.int32)
 
 
-def test_what_each_thread_loads_of_its_own_is_not_reported():
+def test_loads_of_a_threads_own_stores_are_not_reported():
     assert found_in(_same_place, X, X, N=512) == []
     assert found_in(_reversed, X, X, N=512) == ["stored, loaded"]
     assert found_in(_scalar, X, X, N=512) == ["stored, loaded"]
@@ -193,7 +193,7 @@ def _overlapping(x, N: tl.constexpr):
         ("$L__BB0_1:\nst.global.b32 [ %rd3 + 0 ], { %r1 };\n@%p2 bra $L__BB0_1;", False),
     ],
 )
-def test_two_threads_store_to_one_place_behind_a_barrier_alone(body, races):
+def test_stores_of_two_threads_to_one_place_need_a_barrier_between_them(body, races):
     loaded = "ld.global.b32 { %r4 }, [ %rd5 + 512 ];\nsetp.eq.b32 %p2, %r4, 0;\n"
     found = [fault.what for fault in faults(HEAD + loaded + body + "\nret;\n}\n")]
     assert [what for what in found if what.startswith("stored by two")] == [
@@ -217,7 +217,7 @@ def _tile(x, m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, 
 
 @pytest.mark.parametrize("columns", [16, 64])
 @pytest.mark.parametrize("width", [8, 24, 40])
-def test_a_tile_wider_than_its_matrix_meets_no_other_row_unless_its_mask_lets_it(width, columns):
+def test_a_tile_wider_than_its_matrix_overlaps_another_row_only_if_its_mask_permits_it(width, columns):
     tile = {"ROWS": 16, "COLUMNS": columns, "WIDTH": width}
     assert found_in(_tile, X, 77, BOUND=width, **tile) == []
     assert found_in(_tile, X, 1, BOUND=width, **tile) == []  # m is a constant: one row alone is stored
@@ -240,15 +240,15 @@ def _few_reversed(x, y, N: tl.constexpr):
     tl.store(x + N - 1 - at, tl.load(x + at))
 
 
-def test_threads_that_repeat_others_work_and_store_nothing_do_not_matter():
-    """A block has 128 threads; what they load of fewer elements is stored by one of each."""
+def test_loads_of_threads_that_store_nothing_are_not_reported():
+    """A block has 128 threads, but there are fewer elements; each element is stored by one thread."""
     assert found_in(_few_in_place, X, X, N=8, SUMMED=False) == []
     assert found_in(_few_in_place, X, on_meta(1), N=32, SUMMED=True) == []
     assert found_in(_few_reversed, X, X, N=8) == ["loaded, stored"]
     assert found_in(_few_reversed, X, X, N=64) == ["loaded, stored"]
 
 
-def test_steps_of_a_loop_meet_where_they_are_shorter_than_a_tile():
+def test_loop_steps_shorter_than_a_tile_overlap():
     assert found_in(_in_place, X, 4096, STEP=1024, N=1024) == []
     assert found_in(_in_place, X, 4096, STEP=768, N=1024) == []  # a thread's places are 128 apart
     found = found_in(_in_place, X, 4096, STEP=960, N=1024)
@@ -266,7 +266,7 @@ def _tiles(x, tiles, N: tl.constexpr, APART: tl.constexpr):
             tl.debug_barrier()
 
 
-def test_stores_of_two_iterations_meet_where_no_barrier_lies_between_them_and_those_of_one_do_not():
+def test_stores_of_two_iterations_without_a_barrier_overlap_and_those_of_one_do_not():
     assert found_in(_tiles, X, 77, N=256, APART=4096) == []
     assert found_in(_tiles, X, 77, N=256, APART=64) == ["stored by two threads, two"]  # of one tile
     assert found_in(_tiles, X, 77, N=256, APART=4097) == ["stored by two threads, two"]
@@ -326,7 +326,7 @@ CHOSEN = "selp.b64 %rd6, %rd4, %rd5, %p1;\n" + STORE + "\nld.global.b32 { %r3 },
         (AGAIN.format(store=STORE, one="", load=LOAD), ["stored, then loaded"]),
     ],
 )
-def test_every_path_from_a_store_to_a_load_has_a_barrier(body, whats):
+def test_a_path_from_a_store_to_a_load_without_a_barrier_is_reported(body, whats):
     assert [fault.what.split(" by ")[0] for fault in faults(HEAD + body + "\n}\n")] == whats
 
 
@@ -340,6 +340,6 @@ def test_every_path_from_a_store_to_a_load_has_a_barrier(body, whats):
         "ld.global.b32 { %r3 }, [ %rd9 + 0 ];",
     ],
 )
-def test_what_is_not_read_is_named(unread):
+def test_a_ptx_instruction_that_is_not_understood_is_named(unread):
     with pytest.raises(ValueError, match=r"PTX line \d+: .* not (read|seen)"):
         faults(HEAD + STORE + "\n" + unread + "\n" + STORE + "\nret;\n}\n")

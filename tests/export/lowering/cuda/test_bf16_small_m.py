@@ -1,5 +1,5 @@
-"""The kernel of few rows over bfloat16 weights, run by Triton's interpreter; what it compiles to, with no GPU; and the
-end of every product whose K several programs share."""
+"""The bfloat16 small-M kernel, run by Triton's interpreter; its compiled code, without a GPU; and the end of every
+product whose K several programs share."""
 
 import itertools
 from dataclasses import replace
@@ -27,7 +27,7 @@ def made(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def assert_right(found: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Assert the product within a rounding to bf16 and the errors of float32."""
+    """Assert that the product is right up to rounding to bf16 and the errors of float32."""
     expected = x.double() @ weight.double().T
     assert found.dtype == torch.bfloat16 and found.shape == expected.shape
     room = 1e-6 * x.double().abs() @ weight.double().abs().T + 2**-8 * expected.abs()
@@ -35,19 +35,19 @@ def assert_right(found: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 32, 33, 70])
-def test_every_number_of_rows_is_right(m):
+def test_the_bfloat16_product_is_right_for_every_number_of_rows(m):
     x, weight = made(m, 80, 512)
     assert_right(product(x, weight), x, weight)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 8), (7, 256), (63, 200), (64, 128), (65, 136), (129, 392)])
-def test_any_number_of_outputs_and_any_end_of_k_is_right(n, k):
+def test_the_bfloat16_product_is_right_for_any_outputs_and_any_k(n, k):
     x, weight = made(3, n, k)
     assert_right(product(x, weight), x, weight)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_any_division_of_k_is_right_and_leaves_the_counters_as_they_were(count):
+def test_any_split_of_k_is_right_and_leaves_the_counters_unchanged(count):
     arrived = sums.counters()
     for m in (3, 20):
         x, weight = made(m, 70, 1280)
@@ -56,7 +56,7 @@ def test_any_division_of_k_is_right_and_leaves_the_counters_as_they_were(count):
             assert not arrived.any()
 
 
-def test_a_row_has_the_same_bits_in_every_call():
+def test_a_row_of_the_bfloat16_product_has_the_same_bits_in_every_call():
     # Eighths up to 4: sums within a block of a product are exact, so that numpy's order of them says nothing.
     weight = torch.randn(40, 1024).bfloat16()
     x = torch.randint(-32, 33, (35, 1024)).bfloat16() / 8
@@ -66,7 +66,7 @@ def test_a_row_has_the_same_bits_in_every_call():
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_sums_do_not_depend_on_who_arrives_last(order, monkeypatch):
+def test_sums_do_not_depend_on_which_program_arrives_last(order, monkeypatch):
     x, weight = torch.zeros(3, 1280).bfloat16(), torch.ones(70, 1280).bfloat16()
     for k, value in ((0, 2**26), (500, 1), (1000, -(2**26))):  # of three programs: 0 in the order of K, else 1
         x[:, k] = value
@@ -103,7 +103,7 @@ def test_each_weight_is_read_once_for_up_to_16_rows(monkeypatch):
         assert len(addresses) == len(np.unique(addresses)) == weight.numel()
 
 
-def test_a_call_starts_one_size_of_row_tiles():
+def test_a_call_launches_a_single_size_of_row_tiles():
     for sizes in ((8, 16), (16, 32), (8, 16, 32)):
         for m in range(1, 100):
             tiles = {size: count for size, count in sums.row_tiles(m, sizes) if count}
@@ -111,7 +111,7 @@ def test_a_call_starts_one_size_of_row_tiles():
             assert tiles == {size: -(-m // size)}
 
 
-def test_sizes_that_no_call_takes_are_left_out_of_a_trace():
+def test_row_tile_sizes_that_no_call_uses_are_left_out_of_a_trace():
     from torch.export import Dim, export
 
     class Sizes(torch.nn.Module):
@@ -125,7 +125,7 @@ def test_sizes_that_no_call_takes_are_left_out_of_a_trace():
         assert model.found == expected
 
 
-def test_bad_arguments_are_named():
+def test_bad_arguments_of_the_bfloat16_kernel_are_named():
     x, weight = made(3, 8, 64)
     with pytest.raises(ValueError, match="x has K = 56, the weight 64"):
         bf16.bf16_small_m(x[:, :56], weight, sums.counters())
@@ -147,7 +147,7 @@ def test_bad_arguments_are_named():
 
 
 @pytest.mark.parametrize(("arch", "rows"), [(80, 16), (89, 16), (90, 16), (90, 32), (100, 16), (120, 16)])
-def test_what_it_takes_of_a_gpu(arch, rows, tmp_path):
+def test_the_bfloat16_kernel_stays_within_its_gpu_resources(arch, rows, tmp_path):
     constants = {"N": 5376, "K": 21504, "WHOLE": 0, "SPLITS": 3, "BLOCK_N": bf16.BF16.n, "BLOCK_K": bf16.BLOCK_K}
     constants |= {"BLOCK_M": rows, "STAGES": bf16.STAGES[rows], "ACTIVATION": ""}
     types = ["*bf16", "*bf16", "*i32", "*fp32", "*bf16", "i32"]

@@ -1,4 +1,4 @@
-"""gemma4-tiny lowered to CUDA by the command itself: what the artifact says, and that its weights are as packed."""
+"""gemma4-tiny, lowered to CUDA by the command itself, has correct metadata and the packed weights."""
 
 import importlib.metadata
 import importlib.util
@@ -33,7 +33,7 @@ def found(cuda_artifact):
     return json.loads(run_command(inspect_main, cuda_artifact, "--json", "--verify").stdout)
 
 
-def test_verify_reads_each_quantized_weight_once_for_all_rows_and_prefill_decodes_it_as_it_goes(found):
+def test_verify_reads_each_quantized_weight_once_and_prefill_dequantizes_it_in_the_kernel(found):
     linears = {name: method["linears"] for name, method in found["methods"].items()}
     # Six layers of 4 products (queries, keys and values; output; gate and up; down), and the head.
     assert linears["target_verify"] == {"small_m": 25, "large_m": 0, "dequantize": 0}
@@ -43,7 +43,7 @@ def test_verify_reads_each_quantized_weight_once_for_all_rows_and_prefill_decode
     assert found["metadata"]["get_min_prefill_chunk"] == 9
 
 
-def test_the_manifest_says_for_what_and_how_kernels_were_made(found):
+def test_the_manifest_has_the_architecture_and_the_compiler_of_the_kernels(found):
     manifest = found["metadata"]["get_manifest"]
     assert manifest["qlinear"] == "default" and manifest["draft_qlinear"] == "none"
     if not torch.cuda.is_available():
@@ -54,7 +54,7 @@ def test_the_manifest_says_for_what_and_how_kernels_were_made(found):
             assert [set(codes) for codes in architectures.values()] == [{"sm_90"}, {"sm_90"}]
 
 
-def test_the_artifact_is_complete_and_as_recorded(found):
+def test_the_cuda_artifact_is_complete_and_matches_its_record(found):
     assert {MODEL_FILE, WEIGHTS_FILE, "tokenizer.json"} <= {entry["name"] for entry in found["files"]}
     assert all(entry["matches_record"] is not False for entry in found["files"])
 
@@ -67,8 +67,8 @@ def output_of(*command) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def test_no_method_reads_copies_or_waits_on_the_host(cuda_artifact, tmp_path):
-    """The compiled code calls nothing of the kind, so that a round can be captured as a CUDA graph."""
+def test_no_cuda_method_reads_copies_or_waits_on_the_host(cuda_artifact, tmp_path):
+    """The compiled code calls no such function, so that a round can be captured as a CUDA graph."""
     launches = {}
     for method in read_methods(read_pte(cuda_artifact / MODEL_FILE)):
         library = tmp_path / f"{method.name}.so"
@@ -81,15 +81,15 @@ def test_no_method_reads_copies_or_waits_on_the_host(cuda_artifact, tmp_path):
     assert launches[SPECULATE] > launches[TARGET_VERIFY] + launches[DRAFT_DECODE] > 50
 
 
-def test_each_library_loads_the_driver_itself(cuda_artifact, tmp_path):
-    """ExecuTorch's runtime opens the library alone: a symbol that is not found ends the process at the first call."""
+def test_each_cuda_library_lists_the_driver_as_needed(cuda_artifact, tmp_path):
+    """ExecuTorch's runtime opens only the library; a symbol that is missing would end the process at the first call."""
     for method in read_methods(read_pte(cuda_artifact / MODEL_FILE)):
         library = tmp_path / f"{method.name}.so"
         library.write_bytes(method.library)
         assert "libcuda.so.1" in loaded_by(library), method.name
 
 
-def test_weights_in_the_file_are_the_packed_ones_bit_for_bit(cuda_artifact, tmp_path):
+def test_weights_in_the_ptd_equal_the_packed_weights_bit_for_bit(cuda_artifact, tmp_path):
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=ARCH[1] if ARCH else None))
     speculator = load_speculator(plan, EagerAttention, cuda.dtype, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
@@ -129,12 +129,12 @@ def test_an_unknown_architecture_is_a_usage_error_that_lists_the_known(tmp_path)
     assert code == 2 and all(arch in line for arch in ("sm_80", "sm_90", "sm_120"))
 
 
-def test_a_chain_beyond_the_kernel_is_refused(tmp_path):
+def test_a_chain_length_beyond_the_small_m_kernels_is_refused(tmp_path):
     code, line = fails(tmp_path, *ARCH, "--chain-len", "16")
     assert code == 2 and "16" in line
 
 
-def test_another_triton_is_refused_before_anything_loads(tmp_path, monkeypatch):
+def test_another_triton_version_is_refused_before_weights_load(tmp_path, monkeypatch):
     real = importlib.metadata.version
     monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0" if name == "triton" else real(name))
     if not torch.cuda.is_available():
@@ -155,7 +155,7 @@ def test_a_missing_compiler_says_what_to_install(tmp_path, monkeypatch):
     assert code == 1 and "no-such-compiler is not on PATH" in line and "install g++" in line
 
 
-def test_flags_that_only_cuda_knows_are_refused_elsewhere(tmp_path):
+def test_flags_for_cuda_are_refused_for_other_backends(tmp_path):
     for flag in ("--qlinear", "--draft-qlinear"):
         _, line = fails(tmp_path, "--backend", "xnnpack", flag, "default")
         assert f"{flag} default: --backend xnnpack has no kernels for it, but for none, 8da4w, 8da8w" in line

@@ -1,4 +1,5 @@
-"""CUDA's attention: the numbers of its kernels, by the interpreter, are the eager ones; what they compile to."""
+"""The CUDA attention kernels, run by the interpreter, give the numbers of eager attention; and their compiled code is
+checked."""
 
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -33,7 +34,7 @@ SLOTS, WINDOW, DIM = 300, 100, 16
 
 
 def by_interpreter(query: Tensor, *rest, keys: int = 16) -> Tensor:
-    """``eagle3::attention`` by its kernels, on a cache rounded to bfloat16, or on one of codes with scales."""
+    """Run ``eagle3::attention`` by its kernels, on a cache rounded to bfloat16, or on one of codes with scales."""
     given = [x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (query, *rest[:10])]
     given += rest[10:]
     with interpreted(kernels):
@@ -42,7 +43,7 @@ def by_interpreter(query: Tensor, *rest, keys: int = 16) -> Tensor:
 
 
 class Attend(nn.Module):
-    """``heads`` of queries to 2 of keys and values."""
+    """Attention with ``heads`` query heads and 2 heads of keys and values."""
 
     def __init__(self, kind, window=0, chunked=False, softcap=None, sinks=None, width=DIM, slots=SLOTS, int8=False):
         super().__init__()
@@ -78,8 +79,10 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     start=some.integers(0, 240),
     int8=some.booleans(),
 )
-def test_it_equals_eager_attention(groups, width, window, chunked, softcap, with_sinks, keys, calls, start, int8):
-    """The heads are any, rings are at any phase, positions were written again, and a cache may hold codes."""
+def test_the_attention_kernels_equal_eager_attention(
+    groups, width, window, chunked, softcap, with_sinks, keys, calls, start, int8
+):
+    """The cases cover numbers of heads, phases of ring buffers, positions written twice, and caches of codes."""
     sinks = torch.linspace(-2, 3, 2 * groups).bfloat16().float() if with_sinks else None
     eager, ours = (
         Attend(kind, window, chunked and window > 0, softcap, sinks, width, int8=int8 and not window)
@@ -103,7 +106,7 @@ def test_it_equals_eager_attention(groups, width, window, chunked, softcap, with
 
 
 class Drafting(Attend):
-    """Writes rows, and lets a block behind them attend to what is written and to itself."""
+    """Writes rows, and lets a block after them attend to the written rows and to itself."""
 
     def __init__(self, kind, window, block):
         super().__init__(kind, window)
@@ -151,8 +154,8 @@ def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window, int
 
 @pytest.mark.parametrize("rows", [1, 8, 20])
 @pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 2.0, 30.0]])
-def test_rows_may_begin_behind_the_first_chunk_of_a_whole_context(rows, sinks):
-    """Nothing is added of the chunks before it, of which no program wrote anything."""
+def test_rows_may_begin_after_the_first_chunk_of_a_whole_context(rows, sinks):
+    """No part of the chunks before the first row is added, since no program wrote one."""
     query, *_, last = inputs(280 - rows, rows)
     cache, first = torch.randn(2, 1, 2, SLOTS, DIM).bfloat16().float(), last - 130
     rest = *cache, first, last, counters(), 0.25, SLOTS, 16, 0.0, None if sinks is None else torch.tensor(sinks)
@@ -160,7 +163,7 @@ def test_rows_may_begin_behind_the_first_chunk_of_a_whole_context(rows, sinks):
 
 
 def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the parts leave of the last ``rows`` rows in float32, by the row and the part, and the output."""
+    """Return the float32 partial results of the last ``rows`` rows, by row and part, and the output."""
     kept = {}
 
     class Kept:
@@ -193,9 +196,10 @@ def exact_dot(_self, a, b, d, *_) -> TensorHandle:
     ("slots", "window", "last"),
     [(700, 0, 611), (512, 256, 1000), (512, 256, 1043), (700, 0, 260), (16900, 0, 16390)],
 )
-def test_a_row_has_the_same_bits_with_any_number_of_rows(slots, window, last, monkeypatch):
-    """Scores are of eighths, exact in float32, and weighted values are added in float64, so that numpy's order, which
-    depends on the processor, says nothing. The longest contexts are behind the positions at which chunks double."""
+def test_a_row_of_attention_has_the_same_bits_with_any_number_of_rows(slots, window, last, monkeypatch):
+    """Scores are multiples of 1/8, exact in float32, and weighted values are added in float64, so that numpy's order of
+    addition, which depends on the processor, does not matter. The longest contexts exceed the positions at which chunks
+    double."""
     monkeypatch.setattr(triton_interpreter, "_dot", exact_dot)
     torch.manual_seed(last)
     query = (torch.randint(-8, 9, (1, 16, 4, DIM)) / 8).bfloat16()
@@ -214,7 +218,7 @@ def test_a_row_has_the_same_bits_with_any_number_of_rows(slots, window, last, mo
 
 @pytest.mark.races(("forward",))  # loads are counted
 @pytest.mark.parametrize(("window", "rows"), [(0, 8), (WINDOW, 8), (WINDOW, 1)])
-def test_a_key_is_read_once_for_all_rows_and_a_ring_over_one_window(monkeypatch, window, rows):
+def test_each_key_is_read_once_for_all_rows_and_a_ring_only_within_one_window(monkeypatch, window, rows):
     read = []
     load = InterpreterBuilder.create_masked_load
 
@@ -251,7 +255,7 @@ def test_a_program_without_tokens_ends_before_it_writes(monkeypatch, last, chunk
 
 
 class WithMaskRows(nn.Module):
-    """Attention of ``masks`` more rows, as a P-EAGLE's."""
+    """Attention with ``masks`` additional rows, as in a P-EAGLE head."""
 
     def __init__(self, masks: int):
         super().__init__()
@@ -267,7 +271,7 @@ class WithMaskRows(nn.Module):
     ("shortest", "longest", "masks", "divided"),
     [(1, 1, 0, 1), (2, 8, 0, 8), (2, 10, 0, 10), (9, 64, 0, 0), (1, 64, 0, 16), (1, 64, 8, 16), (9, 64, 2, 0)],
 )
-def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths(shortest, longest, masks, divided):
+def test_attention_splits_positions_for_few_rows_and_never_narrows_dynamic_lengths(shortest, longest, masks, divided):
     rows = Dim("rows", min=shortest, max=longest) if shortest < longest else None
     dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows}) if rows else None
     module, seen = WithMaskRows(masks).to(torch.bfloat16), []
@@ -289,7 +293,7 @@ def test_positions_are_divided_for_few_rows_and_the_op_never_narrows_the_lengths
 def compiled(
     arch: str, width: int, groups: int, divided: int, config: triton.Config, **more
 ) -> triton.compiler.CompiledKernel:
-    """Compile the kernel with norms and rotation; ``more``: constants of what else is computed."""
+    """Compile the kernel with norms and rotation. ``more`` are constants for its other parts."""
     chunk, doublings, _ = kernels.division(4096, 4096, groups)
     heads, begins = 8 * groups * width, ("Q_AT", "K_AT", "V_AT")
     rows = kernels.rows_of_tile(groups, divided, width)
@@ -332,7 +336,7 @@ def compiled(
     ],
     ids=["sm_90", "sm_89", "sm_120", "one more", "half a table", "neighbours of a half", "int8", "int8 in sm_89"],
 )
-def test_heads_spill_nothing_and_load_ahead_once_new_keys_are_written(
+def test_attention_kernels_do_not_spill_and_prefetch_after_new_keys_are_written(
     arch, width, groups, divided, keys, warps, stages, more
 ):
     kernel = compiled(arch, width, groups, divided, triton.Config({"BLOCK_N": keys}, warps, stages), **more)

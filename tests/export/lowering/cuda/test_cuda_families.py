@@ -1,4 +1,4 @@
-"""Every target family quantizes, takes the small-M kernels on the way to CUDA."""
+"""Every target family quantizes, and uses the small-M kernels when lowered to CUDA."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def prepared(plan, attention):
     return speculator
 
 
-def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
+def test_every_linear_uses_the_small_m_kernels_in_all_methods_but_prefill(plan):
     speculator, counts = prepared(plan, cuda.attention), {}
     family = plan.config.target_model
     every, drafts = family in EVERY_METHOD, family in HEADS
@@ -97,7 +97,7 @@ def test_all_methods_but_prefill_take_the_small_m_kernels_in_every_linear(plan):
 
 
 @pytest.mark.parametrize("plan", ATTENTIONS, indirect=True)
-def test_attention_takes_the_product_of_queries_keys_and_values(plan, tmp_path):
+def test_attention_fuses_the_product_of_queries_keys_and_values(plan, tmp_path):
     speculator = prepared(plan, cuda.attention)
     merge_linears(speculator, tmp_path)
     for method in plan.methods:

@@ -29,7 +29,7 @@ def arguments(dtype=torch.float32, n=3, block=16):
     return {"x": x, "y": y, "out": out, "n": n, "BLOCK": block}
 
 
-def test_only_calls_that_differ_are_analyzed():
+def test_only_kernel_calls_with_different_arguments_are_analyzed():
     analyze = triton_kernel_wrap.identify_accessed_tensors
     with (
         compiling(BY_ARCH["sm_90"]),
@@ -52,8 +52,8 @@ def test_only_calls_that_differ_are_analyzed():
     assert triton_kernel_wrap.identify_accessed_tensors is analyze
 
 
-def test_calls_that_say_how_many_warps_they_take_are_analyzed_once():
-    """Each has an autotuner of its own, of the same kernel."""
+def test_kernel_calls_with_a_given_number_of_warps_are_analyzed_once():
+    """Each call has an autotuner of its own for the same kernel."""
 
     def writes(block, warps):
         tuned = triton.autotune([triton.Config({"BLOCK": block}, num_warps=warps)], key=[])(_add)
@@ -70,7 +70,7 @@ def test_calls_that_say_how_many_warps_they_take_are_analyzed_once():
 
 
 @pytest.mark.parametrize(("whole", "activation"), [(0, ""), (4, ""), (4, "silu")])
-def test_a_product_writes_its_sums_and_its_output_and_no_counter(whole, activation):
+def test_the_analysis_finds_that_a_product_writes_sums_and_output_but_no_counter(whole, activation):
     with FakeTensorMode():
         x, weight, out = (torch.empty(16, 16, dtype=torch.bfloat16) for _ in range(3))
         parts, arrived = torch.empty(2, 16, 16), sums.counters()
@@ -89,7 +89,7 @@ def test_a_product_writes_its_sums_and_its_output_and_no_counter(whole, activati
             assert written() == {"PARTS", "OUT"}
 
 
-def test_the_garbage_collector_has_its_thresholds_back_afterwards():
+def test_the_garbage_collectors_thresholds_are_restored():
     earlier, frozen = gc.get_threshold(), gc.get_freeze_count()
     with pytest.raises(ValueError, match="lowering"), collected_rarely():
         assert gc.get_threshold() == THRESHOLDS and gc.get_freeze_count() > frozen

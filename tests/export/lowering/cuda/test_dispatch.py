@@ -1,4 +1,5 @@
-"""The small-M dispatch: what takes which kernel, that the exporter sees it, and that nothing of it stays."""
+"""The small-M dispatch chooses the right kernels, the exporter checks its choice, and ExecuTorch's dispatch is
+restored."""
 
 import gguf
 import pytest
@@ -22,7 +23,7 @@ KINDS = (TiledInt4Tensor, IntxUnpackedToInt8Tensor, KQuantTensor)
 
 
 class Model(nn.Module):
-    """An INT8 table, an INT4 linear and an INT4 head that runs over the last row alone."""
+    """A model with an INT8 embedding, an INT4 linear, and an INT4 head that runs on the last row only."""
 
     def __init__(self, last: bool):
         super().__init__()
@@ -59,7 +60,7 @@ def handlers() -> list:
     return [dict(table) for table in tables]
 
 
-def test_the_dispatch_is_executorchs_again_after_success_and_after_failure():
+def test_executorchs_dispatch_is_restored_after_success_and_failure():
     before = handlers()
     with small_m_dispatch(8):
         assert handlers() != before
@@ -72,19 +73,19 @@ def test_the_dispatch_is_executorchs_again_after_success_and_after_failure():
 
 
 @pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (2, 4), (2, 8), (1, 64)])
-def test_whatever_may_be_short_takes_the_small_m_kernel(shortest, longest):
+def test_a_linear_that_may_have_few_rows_uses_the_small_m_kernel(shortest, longest):
     with small_m_dispatch(8):
         program = traced(packed(), shortest, longest)
     assert check_linears("target_verify", program) == {"small_m": 2, "large_m": 0, "dequantize": 0}
 
 
-def test_a_chunk_takes_the_product_of_many_rows_and_its_one_row_head_does_not():
+def test_a_prefill_chunk_uses_the_large_m_kernel_but_its_one_row_head_does_not():
     with small_m_dispatch(8):
         program = traced(packed(last=True), 9, 64)
     assert check_linears("prefill", program) == {"small_m": 1, "large_m": 1, "dequantize": 0}
 
 
-def test_a_chunk_takes_the_product_of_many_rows_in_int8_too():
+def test_a_prefill_chunk_uses_the_large_m_kernel_for_int8():
     model = Model(last=True)
     model.proj.weight = nn.Parameter(
         IntxUnpackedToInt8Tensor.from_hp(model.proj.weight, (1, 32), torch.int8), requires_grad=False
@@ -105,7 +106,7 @@ def test_the_embedding_gathers_rows_before_it_dequantizes():
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 17])
-def test_results_are_those_of_the_dequantized_weights(rows):
+def test_dispatched_linears_give_the_numbers_of_dequantized_weights(rows):
     model = packed()
     tokens = torch.arange(rows)[None]
     table, proj, head = (m.weight.dequantize().float() for m in (model.embed_tokens, model.proj, model.lm_head))
@@ -115,7 +116,7 @@ def test_results_are_those_of_the_dequantized_weights(rows):
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
-def test_k_quants_go_the_same_ways_and_give_the_same_values(kind):
+def test_k_quants_use_the_same_dispatch_and_give_the_same_numbers(kind):
     model = Model(last=True)
     weights = {}
     for name, rows in (("embed_tokens", 32), ("proj", 256), ("lm_head", 32)):
@@ -152,7 +153,7 @@ def test_a_linear_on_the_wrong_side_of_the_limit_is_refused_by_name(method, limi
         check_linears(method, program)
 
 
-def test_executorchs_own_dispatch_is_refused_for_verify():
+def test_a_verify_that_uses_executorchs_own_dispatch_is_refused():
     with pytest.raises(ValueError, match="target_verify: embed_tokens would dequantize its whole matrix"):
         check_linears("target_verify", traced(packed(), 3, 3))
     model = packed()
@@ -161,7 +162,7 @@ def test_executorchs_own_dispatch_is_refused_for_verify():
         check_linears("target_verify", traced(model, 3, 3))
 
 
-def test_unquantized_bfloat16_goes_the_same_two_ways():
+def test_bfloat16_linears_use_the_same_dispatch():
     model = Model(last=True)
 
     def products(program) -> list[str]:
@@ -178,7 +179,7 @@ def test_unquantized_bfloat16_goes_the_same_two_ways():
     assert products(traced(model, 1, 8)) == ["aten.linear.default"] * 2
 
 
-def test_several_int4_weights_of_one_input_take_one_product(tmp_path):
+def test_several_int4_weights_with_one_input_use_one_product(tmp_path):
     model = packed()
     head = concatenated([model.proj.weight.data, model.lm_head.weight.data], tmp_path)
     model.lm_head.weight = nn.Parameter(head, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Experts of which the chosen ones alone are read: the numbers of their dequantized weights, by the kernels in Triton's
+"""Fused experts read only the chosen ones, and give the numbers of dequantized weights, by the kernels in Triton's
 interpreter and by the references."""
 
 from contextlib import contextmanager, nullcontext
@@ -42,7 +42,8 @@ NAMES = [name for name, count in FUSED.items() if count]
 
 
 def by_interpreter(kernel):
-    """``wrap_triton`` of a kernel: for one that is autotuned its first configuration, on host tensors."""
+    """Return a replacement for ``wrap_triton`` that runs a kernel on host tensors, with the first configuration if it
+    is autotuned."""
     if not isinstance(kernel, Autotuner):
         return kernel  # interpreted already
     run, chosen = InterpretedFunction(kernel.fn.fn), kernel.configs[0].kwargs
@@ -72,7 +73,8 @@ def by_kernels():
 
 
 def random_experts(family: str) -> tuple[Experts, Experts]:
-    """The experts of a family's layer with random weights, in INT4 as the recipe says, and with those dequantized."""
+    """Return the experts of a family's layer with random weights in the recipe's INT4, and with these weights
+    dequantized."""
     torch.manual_seed(3)
     config = FAMILIES[family](SIZE | {"num_hidden_layers": 2}).config
     made = []
@@ -98,7 +100,7 @@ def random_experts(family: str) -> tuple[Experts, Experts]:
 @pytest.mark.parametrize("name", [*NAMES, "gpt-oss-20b"])
 @pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.parametrize("how", [nullcontext, by_kernels])
-def test_the_experts_are_those_of_dequantized_weights(how, rows, name):
+def test_fused_experts_give_the_numbers_of_dequantized_weights(how, rows, name):
     module, plain = random_experts(name)
     assert isinstance(module, fused.FusedExperts if name in NAMES else fused.Int8Experts)
     x = torch.randn(rows, 64).to(torch.bfloat16)
@@ -110,15 +112,15 @@ def test_the_experts_are_those_of_dequantized_weights(how, rows, name):
 
 
 @pytest.mark.parametrize("rows", [3, 20])
-def test_choices_and_weights_may_lie_in_any_order(rows):
+def test_choices_and_weights_of_experts_may_have_any_strides(rows):
     module, plain = random_experts("qwen3-30B-A3B")
     x, (weights, chosen) = torch.randn(rows, 64).bfloat16(), torch.randn(rows, plain.count).softmax(-1).topk(2)
     turned = chosen.t().contiguous().t(), weights.t().contiguous().t()
     assert torch.equal(module(x, *turned), module(x, chosen, weights))
 
 
-def test_experts_with_biases_that_weigh_their_inputs_stay_as_they_are():
-    """The kernel for INT8 weighs what an expert computes."""
+def test_experts_with_biases_and_weighted_inputs_are_not_fused():
+    """The INT8 kernel applies the routing weight to an expert's output."""
     module, _ = random_experts("gpt-oss-20b")
     holder = nn.ModuleDict({"experts": module.all})
     module.all.weighs_inputs = True
@@ -130,14 +132,14 @@ FEW, MANY = ["int4_experts_small_m"], ["sorted_experts_matmul"] * 2
 
 
 @pytest.mark.parametrize(("longest", "ops"), [(4, FEW), (16, FEW), (64, MANY)])
-def test_a_window_reads_each_expert_once_and_a_chunk_is_sorted(longest, ops):
+def test_a_verify_window_reads_each_expert_once_and_a_chunk_is_sorted_by_expert(longest, ops):
     module, _ = random_experts("qwen3-30B-A3B")
     program = exported(module, 2 if longest <= 16 else 9, longest)
     called = [str(node.target) for node in program.graph.nodes]
     assert [op for op in called if op.startswith("eagle3.")] == [f"eagle3.{op}.default" for op in ops]
 
 
-def test_a_chunk_longer_than_the_kernels_offsets_reach_is_refused():
+def test_a_chunk_beyond_the_expert_kernels_offsets_is_refused():
     module, _ = random_experts("qwen3-30B-A3B")
     most, blocks = 5_592_255, 2**31 // (64 * 128)  # of 64 rows and 128 outputs
     assert [(3 * rows + 64 * 8) // 64 for rows in (most, most + 1)] == [blocks, blocks + 1]
@@ -157,15 +159,15 @@ def exported(module: nn.Module, shortest: int, longest: int):
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_experts_are_known_by_what_their_gate_computes(name):
+def test_experts_are_recognized_by_their_gate(name):
     model = skeleton(FAMILIES[name](SIZE).config, 64).model
     rules = [rule.pattern for rule in fused.expert_rules(model)]
     assert sum("gate_up" in pattern for pattern in rules) == FUSED[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_experts_of_any_whole_groups_are_taken(name):
-    """Other INT4 weights have rows of whole blocks of 256."""
+def test_experts_of_any_whole_number_of_groups_are_fused(name):
+    """The rows of other INT4 weights must be whole blocks of 256."""
     config = FAMILIES[name](SIZE | {"hidden_size": 288, "num_hidden_layers": 2}).config
     model = skeleton(config, 64).model
     check_recipe("--qlinear", "default", model, config)
@@ -187,7 +189,7 @@ GATES = {
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_an_activation_is_recognized_and_any_limit_is_another_one(name):
+def test_an_experts_activation_is_recognized_and_one_with_a_limit_is_distinct(name):
     gate, activation = GATES[name]
     experts = SimpleNamespace(width=32, gate=lambda gate_up: gate(*gate_up.chunk(2, -1)))
     assert fused.activation_of(experts) == activation
@@ -195,7 +197,7 @@ def test_an_activation_is_recognized_and_any_limit_is_another_one(name):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 @pytest.mark.parametrize("longest", [16, 64])
-def test_they_are_compiled_without_a_gpu_and_what_a_window_reads_is_counted(longest):
+def test_fused_experts_compile_without_a_gpu_and_the_bytes_of_a_window_are_counted(longest):
     module, plain = random_experts("gemma4-26B-A4B")
     program = exported(module, 2 if longest <= 16 else 9, longest)
     specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]

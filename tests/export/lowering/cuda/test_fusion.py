@@ -1,4 +1,4 @@
-"""Inductor fuses independent kernels into one, whose numbers in the interpreter are the eager ones."""
+"""Inductor fuses independent kernels into one, which gives the eager numbers in Triton's interpreter."""
 
 import importlib.util
 import re
@@ -27,7 +27,7 @@ def normed(x):
 
 
 class Step(nn.Module):
-    """A norm of queries, one of keys that go to a cache, and a table of angles, which two read."""
+    """A norm of queries, a norm of keys that are written to a cache, and a table of angles that both use."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Step(nn.Module):
 
 
 class Norms(nn.Module):
-    """Norms of sums, whose rows of ``LONG`` a kernel keeps in memory from loop to loop."""
+    """Norms of sums, whose rows of length ``LONG`` a kernel keeps in memory between two loops."""
 
     def forward(self, x, y):
         total = x + normed(y)
@@ -53,14 +53,14 @@ LONG = 3000
 
 
 class OverRows(nn.Module):
-    """Two independent counts over the rows of a chunk, as of the tokens of experts."""
+    """Two independent counts over the rows of a chunk, like the counts of tokens per expert."""
 
     def forward(self, ones, others):
         return ones.sum(0), others.cumsum(0)
 
 
 def function(name, source, folder):
-    """A kernel of generated code, without what would compile it."""
+    """Return a kernel from generated code, without the decorators that would compile it."""
     path = folder / f"{name}.py"
     path.write_text(HEADER + source[source.index(f"def {name}(") :].split("'''")[0])
     spec = importlib.util.spec_from_file_location(name, path)
@@ -71,7 +71,7 @@ def function(name, source, folder):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
-def test_independent_kernels_are_one_launch_and_compute_what_they_did(tmp_path):
+def test_independent_kernels_become_one_launch_with_the_same_numbers(tmp_path):
     torch.manual_seed(0)
     given = torch.randn(ROWS, 8, WIDTH), torch.randn(ROWS, 2 * WIDTH), torch.tensor([3, 4, 5, 9])
     called, graph = lowered(Step(), given)
@@ -92,15 +92,16 @@ def test_independent_kernels_are_one_launch_and_compute_what_they_did(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
-def test_what_reduces_over_the_rows_of_a_chunk_is_a_launch_of_its_own():
-    """Inductor refuses some of it among combined kernels: no target with fused experts could be lowered."""
+def test_a_reduction_over_the_rows_of_a_chunk_is_a_launch_of_its_own():
+    """Inductor refuses some reductions among combined kernels, so that no target with fused experts could be
+    lowered."""
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     called, _ = lowered(OverRows(), (torch.ones(9, 8), torch.ones(9, 8)), dynamic_shapes=(rows, rows))
     assert len(called) == 2
 
 
 def met(source: str) -> int:
-    """Return how many loads find what a store before has left, without a barrier between them."""
+    """Return the number of loads of earlier stores without a barrier between them."""
     stored, count = set(), 0
     for line in source.splitlines():
         if "tl.debug_barrier()" in line:
@@ -111,7 +112,7 @@ def met(source: str) -> int:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
-def test_a_barrier_is_between_a_loop_that_stores_and_one_that_loads_the_same():
+def test_a_barrier_separates_a_storing_loop_from_a_loop_that_loads_the_same_memory():
     given = torch.randn(ROWS, LONG), torch.randn(ROWS, LONG)
     _, plain = lowered(Norms(), given)
     assert sum(map(met, plain.sources.values())) > 0, "Inductor does without: so can this package"

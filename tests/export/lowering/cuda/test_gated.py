@@ -1,5 +1,5 @@
-"""The gate of an MLP in the launch of its product: the numbers are those of two launches, bit for bit; what is found in
-a traced graph; what it compiles to, with no GPU."""
+"""The gate of an MLP is computed in the launch of its product: the numbers equal those of two launches bit for bit,
+gates are found in a traced graph, and the kernels compile without a GPU."""
 
 import re
 from dataclasses import replace
@@ -49,7 +49,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int4"])
-def test_the_bits_are_the_same_where_some_tiles_are_whole_and_others_divided(kind):
+def test_a_gated_product_has_the_same_bits_with_whole_and_split_tiles(kind):
     product, made = PRODUCTS[kind]
     weight, arrived = made(), sums.counters()
     if kind == "bf16":
@@ -68,7 +68,7 @@ def test_the_bits_are_the_same_where_some_tiles_are_whole_and_others_divided(kin
 
 
 def dense(kind: str, weight: Tensor | list[tuple[Tensor, ...]]) -> Tensor:
-    """The weight as float32 [N, K]."""
+    """Return the weight as float32 [N, K]."""
     if kind == "bf16":
         return weight.float()
     return torch.cat([int4.dequantized([each[0]], *int4.tiled(*each[1:]))[0] for each in weight])
@@ -76,7 +76,7 @@ def dense(kind: str, weight: Tensor | list[tuple[Tensor, ...]]) -> Tensor:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_the_bits_are_those_of_a_product_gated_by_itself(kind, activation):
+def test_a_gated_product_has_the_bits_of_a_product_with_a_separate_gate(kind, activation):
     product, made = PRODUCTS[kind]
     weight, arrived = made(), sums.counters()
     for m in (1, 9, 20):
@@ -87,7 +87,7 @@ def test_the_bits_are_those_of_a_product_gated_by_itself(kind, activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_it_does_not_matter_who_arrives_last(activation, monkeypatch):
+def test_a_gated_product_does_not_depend_on_which_program_arrives_last(activation, monkeypatch):
     x, weight, arrived = torch.randn(3, 512).bfloat16(), torch.randn(256, 512).bfloat16() / 8, sums.counters()
     expected = gated(of_bf16(x, weight, arrived, count=2), activation)
     numbered = InterpreterBuilder.create_get_program_id
@@ -102,7 +102,7 @@ def test_it_does_not_matter_who_arrives_last(activation, monkeypatch):
     assert torch.equal(of_bf16(x, weight, arrived, activation, 2), expected)
 
 
-def test_halves_of_other_than_whole_tiles_are_named():
+def test_gate_halves_that_are_not_whole_tiles_are_refused_by_name():
     with pytest.raises(ValueError, match="192 outputs: those of a gate and as many must be multiples of 64"):
         of_bf16(torch.randn(3, 512).bfloat16(), torch.randn(192, 512).bfloat16(), sums.counters(), SILU)
 
@@ -114,7 +114,7 @@ def _gate(GATE, UP, OUT, ACTIVATION: tl.constexpr):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_nothing_is_fused_that_inductor_does_not_fuse(activation):
+def test_the_gate_kernel_fuses_the_same_operations_as_inductor(activation):
     def operations(fused: bool) -> list[str]:
         types = {"GATE": "*fp32", "UP": "*fp32", "OUT": "*bf16", "ACTIVATION": "constexpr"}
         source = ASTSource(_gate, types, {(3,): activation})
@@ -126,7 +126,7 @@ def test_nothing_is_fused_that_inductor_does_not_fuse(activation):
 
 
 class Mlp(nn.Module):
-    """``merged``: how the product is halved."""
+    """An MLP; ``merged`` names the operation that halves its product."""
 
     def __init__(self, activation=F.silu, merged: str = "slices", bias: bool = False, width: int = 128):
         super().__init__()
@@ -148,7 +148,8 @@ class Mlp(nn.Module):
 
 
 def activations_of(model: nn.Module, shortest: int = 1) -> tuple[ExportedProgram, list[str]]:
-    """A traced model, gates in its products and its numbers what they were; the activations of the products."""
+    """Return a traced model with gates in its products, after a check that its numbers are unchanged, and the
+    activations of the products."""
     x, rows = torch.randn(1, 30, 64).bfloat16(), {1: Dim("rows", min=shortest, max=40)}
     with small_m_dispatch(8), torch.no_grad():
         program = torch.export.export(model, (x,), dynamic_shapes=(rows,), strict=False)
@@ -177,18 +178,18 @@ def tanh_gelu(x: Tensor) -> Tensor:
     ],
     ids=["slices", "chunks", "tanh", "erf", "swapped", "read", "bias", "narrow"],
 )
-def test_what_is_gated_from_a_product_is_part_of_it(model, expected):
+def test_gates_of_a_product_in_a_traced_graph_are_fused(model, expected):
     program, found = activations_of(model)
     assert found == expected
     assert bool(program.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)) != any(found)
 
 
-def test_a_chunk_of_prefill_keeps_its_products():
+def test_gates_of_a_prefill_chunk_are_not_fused():
     assert activations_of(Mlp(), shortest=9)[1] == []
 
 
 @pytest.mark.parametrize(("arch", "activation"), [(80, GELU_TANH), (90, SILU), (100, GELU_TANH), (120, GELU_TANH)])
-def test_it_fits_as_the_product_does(arch, activation, tmp_path):
+def test_a_gated_product_fits_on_a_gpu_like_the_plain_product(arch, activation, tmp_path):
     whole_tiles = f"sm_{arch}" in sums.WHOLE_TILES_ON
     for whole in (0, 528) if whole_tiles else (0,):
         constants = {

@@ -1,4 +1,4 @@
-"""The GPU memory that a run takes: estimated before an export, and read from a finished artifact."""
+"""The GPU memory of a run is estimated before an export, and read from a finished artifact."""
 
 import json
 
@@ -29,7 +29,7 @@ def found(cuda_artifact):
     return json.loads(run_command(inspect_main, cuda_artifact, "--json").stdout)["gpu_memory"]
 
 
-def test_the_estimate_is_what_the_artifact_has(found):
+def test_the_estimated_gpu_memory_equals_the_artifacts(found):
     plan = planned()
     takes, counters = gpu_memory(plan), 4 * COUNTERS * len(plan.methods)  # each library has its own
     assert takes.target + takes.draft == pytest.approx(found["weights"] - counters, rel=0.005)
@@ -38,18 +38,18 @@ def test_the_estimate_is_what_the_artifact_has(found):
     assert found["total"] == sum(size for part, size in found.items() if part != "total")
 
 
-def test_the_workspace_holds_the_largest_launch_and_not_all_of_them(cuda_artifact):
+def test_the_workspace_is_that_of_the_largest_launch_and_not_their_sum(cuda_artifact):
     prefill = json.loads((cuda_artifact / EXPORT_RECORD).read_text())[LAUNCHES][PREFILL]
     made = [max(entry["buffer_bytes"], default=0) for entry in prefill["launches"] for _ in range(entry["count"])]
     assert max(made) <= prefill[WORKSPACE] < sum(made)
 
 
-def test_quantizing_the_draft_takes_less(cuda_artifact):
+def test_quantizing_the_draft_reduces_the_estimated_memory(cuda_artifact):
     plain, quantized = gpu_memory(planned()), gpu_memory(planned(draft_qlinear="default"))
     assert quantized.target == plain.target and quantized.draft < 0.5 * plain.draft
 
 
-def test_caches_in_8_bits_take_half_of_what_grows_and_the_dry_run_says_how_much_context_that_holds():
+def test_8_bit_caches_halve_the_memory_per_token_and_a_dry_run_shows_the_context_that_fits():
     wide, narrow = planned(max_seq_len=1024), planned(max_seq_len=1024, kv_cache="int8")
     of_target = 6  # layers; the seventh is the head's
     full, sliding = (sum(s.bytes for s in wide.caches[:of_target] if bool(s.window) is ring) for ring in (False, True))
@@ -63,8 +63,8 @@ def test_caches_in_8_bits_take_half_of_what_grows_and_the_dry_run_says_how_much_
 
 
 @pytest.mark.parametrize("share", [0.999, 0.72, 0.7, 0.66])
-def test_a_cure_is_one(share):
-    """CUDA's own part is left out, next to which a model this small is nothing."""
+def test_flags_suggested_for_too_little_gpu_memory_make_the_export_fit(share):
+    """CUDA's own memory is left out, since it exceeds that of such a small model."""
     plan = planned(max_seq_len=1024)
     takes = gpu_memory(plan)
     has = round(takes.context + share * (takes.total - takes.context))
@@ -74,7 +74,7 @@ def test_a_cure_is_one(share):
     assert gpu_memory(planned(**{"max_seq_len": 1024} | flags)).total <= has
 
 
-def test_a_gpu_too_small_is_refused_and_one_that_is_named_warned_of(monkeypatch, capsys):
+def test_a_local_gpu_too_small_is_refused_and_a_named_one_gets_a_warning(monkeypatch, capsys):
     plan = planned()
     total = gpu_memory(plan).total
     monkeypatch.setattr(backend, "memory", lambda plan: (total, "RTX 0"))
@@ -95,7 +95,7 @@ def test_a_gpu_too_small_is_refused_and_one_that_is_named_warned_of(monkeypatch,
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose architecture it would be")
-def test_a_dry_run_says_it_for_a_gpu_alone(tmp_path):
+def test_a_dry_run_shows_gpu_memory_only_for_cuda(tmp_path):
     def said(*flags):
         return run_command(
             export_main, "--target-model", "gemma4-tiny", "--dry-run", "--output-dir", tmp_path / "out", *flags
@@ -110,7 +110,7 @@ def test_a_dry_run_says_it_for_a_gpu_alone(tmp_path):
 
 
 @pytest.mark.parametrize("record", ["{}", "[]", "no JSON", json.dumps({LAUNCHES: {PREFILL: {}}})])
-def test_a_record_without_workspaces_says_none(record, tmp_path):
+def test_a_record_without_workspaces_gives_no_workspace(record, tmp_path):
     assert workspace_of(tmp_path / "model.pte") is None
     (tmp_path / EXPORT_RECORD).write_text(record)
     assert workspace_of(tmp_path / "model.pte") is None

@@ -1,5 +1,5 @@
-"""The kernel of experts for few rows against plain PyTorch, run by Triton's interpreter; what it compiles to, with no
-GPU."""
+"""The small-M kernel of INT4 experts equals plain PyTorch in Triton's interpreter, and its compiled code is checked
+without a GPU."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def computed(x: Tensor, weights: Weights, chosen: Tensor, factors: Tensor, activ
 
 
 def assert_right(found: Tensor, x: Tensor, weights: Weights, *given) -> None:
-    """Assert what rounding explains: the reference rounds at the same places, and sums in another order."""
+    """Assert equality up to rounding: the reference rounds at the same places but sums in another order."""
     expected = int4_experts.experts_reference(x, *weights, *given)
     assert found.dtype == expected.dtype == torch.bfloat16 and found.shape == expected.shape
     found, expected = found.float(), expected.float()
@@ -35,28 +35,28 @@ def assert_right(found: Tensor, x: Tensor, weights: Weights, *given) -> None:
 
 @pytest.mark.parametrize("activation", [SILU, GELU_TANH])
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16])
-def test_every_number_of_rows_is_right(rows, activation):
+def test_int4_experts_are_right_for_every_number_of_rows(rows, activation):
     x, weights = torch.randn(rows, 256).bfloat16(), weights_of(6, 256, 64)
     given = *choices(rows, 6, 3), activation
     assert_right(computed(x, weights, *given), x, weights, *given)
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(96, 32), (288, 96), (512, 160), (224, 352), (704, 64)])
-def test_any_width_in_whole_groups_is_right(hidden, width):
+def test_int4_experts_are_right_for_any_width_in_whole_groups(hidden, width):
     x, weights = torch.randn(3, hidden).bfloat16(), weights_of(4, hidden, width)
     given = *choices(3, 4, 2), SILU
     assert_right(computed(x, weights, *given), x, weights, *given)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5, 8])
-def test_any_number_of_choices_is_right_of_rows_and_of_choices(top_k):
+def test_int4_experts_are_right_for_any_number_of_choices(top_k):
     weights, (chosen, factors) = weights_of(8, 64, 32), choices(5, 8, top_k)
     for x in torch.randn(5, 64).bfloat16(), torch.randn(5 * top_k, 64).bfloat16():
         given = chosen, factors, GELU_TANH
         assert_right(computed(x, weights, *given), x, weights, *given)
 
 
-def test_rows_that_chose_alike_are_right():
+def test_int4_experts_are_right_for_rows_with_the_same_choices():
     x, weights = torch.randn(6, 64).bfloat16(), weights_of(3, 64, 32)
     chosen = torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0], [1, 0], [0, 1]])
     given = chosen, torch.rand(6, 2), SILU
@@ -64,7 +64,7 @@ def test_rows_that_chose_alike_are_right():
 
 
 @pytest.mark.parametrize("byte", [0x00, 0x0F, -0x10, -1, -0x78])
-def test_codes_at_their_ends_are_right(byte):
+def test_int4_experts_are_right_for_extreme_codes(byte):
     x, weights = torch.randn(2, 64).bfloat16(), weights_of(2, 64, 32)
     weights.gate_up.fill_(byte)
     weights.down.fill_(byte)
@@ -74,7 +74,7 @@ def test_codes_at_their_ends_are_right(byte):
         assert not computed(x, weights, *given).any()
 
 
-def test_a_row_has_the_same_bits_in_every_call():
+def test_a_row_of_int4_experts_has_the_same_bits_in_every_call():
     # Eighths up to 4: sums within a group are exact, so that numpy's order of them says nothing; all others round.
     x, weights, (chosen, factors) = (
         torch.randint(-32, 33, (16, 320)).bfloat16() / 8,
@@ -93,7 +93,7 @@ def test_a_row_has_the_same_bits_in_every_call():
 
 
 @pytest.mark.races(("forward",))  # loads are counted
-def test_only_chosen_experts_are_read_and_each_word_once():
+def test_only_chosen_int4_experts_are_read_and_each_word_once():
     weights = weights_of(6, 512, 128)
     chosen = torch.tensor([[4, 1], [1, 3], [4, 3]])
     with words_read() as read:
@@ -107,7 +107,7 @@ def test_only_chosen_experts_are_read_and_each_word_once():
     assert np.array_equal(addresses, np.sort(np.concatenate(expected)))
 
 
-def test_another_activation_is_refused():
+def test_int4_experts_with_an_unsupported_activation_are_refused():
     x, weights = torch.randn(1, 64).bfloat16(), weights_of(2, 64, 32)
     with pytest.raises(Exception, match="there is no such activation"):
         computed(x, weights, torch.tensor([[1]]), torch.ones(1, 1), "relu")
@@ -136,7 +136,7 @@ FAULTS = {
 
 
 def is_noticed(hidden: int, width: int, count: int, top_k: int) -> bool:
-    """Return whether anything is found in four rows' choices."""
+    """Return True if a fault is found for the choices of four rows."""
     x, weights, chosen = torch.randn(4, hidden).bfloat16(), weights_of(count, hidden, width), choices(4, count, top_k)
     given = x, weights, *chosen
     return noticed(lambda: computed(*given), lambda found: assert_right(found, *given, SILU))
@@ -147,18 +147,18 @@ CASES = {"one block": (96, 32, 4, 2), "blocks": (512, 160, 4, 2), "part of a blo
 
 @pytest.mark.races(())  # they watch for themselves
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_without_a_fault_nothing_is_noticed(case):
+def test_correct_int4_experts_have_no_findings(case):
     assert not is_noticed(*case)
 
 
 @pytest.mark.races(())
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_put_in_by_hand_is_noticed(name, tmp_path):
+def test_each_fault_put_into_int4_experts_is_found(name, tmp_path):
     with fault(tmp_path, int4_experts, *FAULTS[name]):
         assert any(is_noticed(*case) for case in CASES.values())
 
 
-def test_shapes_that_do_not_agree_are_named():
+def test_int4_experts_with_mismatched_shapes_are_refused_by_name():
     x, weights, (chosen, factors) = torch.randn(3, 64).bfloat16(), weights_of(4, 64, 32), choices(3, 4, 2)
     given = *weights, chosen, factors, SILU
     with pytest.raises(ValueError, match="x has K = 32, codes 64"):
@@ -189,7 +189,7 @@ LAUNCHES = {
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_weight_takes_2_7_instructions_and_nothing_is_spilled(name, arch, tmp_path):
+def test_int4_experts_take_2_7_instructions_per_weight_without_spills(name, arch, tmp_path):
     kernel, constants = int4_experts.int4_experts_small_m_kernel, GEMMA4 | LAUNCHES[name]
     eight, sixteen = (
         usage(kernel, TYPES, constants | {"BLOCK_M": rows}, arch, tmp_path, small_m.WARPS) for rows in small_m.ROWS

@@ -1,4 +1,4 @@
-"""The product of many rows with INT4 weights, run by Triton's interpreter; what it compiles to, with no GPU."""
+"""The large-M INT4 kernel is right in Triton's interpreter, and its compiled code is checked without a GPU."""
 
 import pytest
 import torch
@@ -34,20 +34,20 @@ def assert_right(found: Tensor, x: Tensor, weight: tuple) -> None:
 
 
 @pytest.mark.parametrize("m", [33, 63, 64, 65, 130])
-def test_any_number_of_rows_is_right(m):
+def test_the_int4_product_is_right_for_any_number_of_rows(m):
     x, weight = activations(m, 256), parts(int4_weight(33, 256))
     assert_right(product(x, *weight), x, weight)
 
 
 @pytest.mark.parametrize("m", [1, 9, 16, 17, 32])
-def test_few_rows_take_the_small_m_kernel_in_tiles_of_16(m):
+def test_few_rows_of_the_int4_product_use_the_small_m_kernel_in_tiles_of_16(m):
     x, weight = activations(m, 512), parts(int4_weight(33, 512))
     with interpreted(sums, small_m, int4):
         expected = int4._launch_int4(int4.int4_small_m_kernel, x, *weight, sums.counters())
     assert torch.equal(product(x, *weight), expected)
 
 
-def test_where_the_rows_are_known_when_it_runs_one_of_the_two_kernels_has_no_programs(monkeypatch):
+def test_with_dynamic_rows_one_of_the_two_int4_kernels_has_an_empty_grid(monkeypatch):
     monkeypatch.setattr(large_m, "statically_known_true", lambda condition: False)
     for m in (1, 9, 16, 17, 32, 33, 64, 65, 1000):
         grids = []
@@ -64,19 +64,19 @@ def test_where_the_rows_are_known_when_it_runs_one_of_the_two_kernels_has_no_pro
 
 
 @pytest.mark.parametrize(("n", "group"), [(1, 32), (127, 64), (128, 128), (129, 256)])
-def test_any_number_of_outputs_and_group_is_right(n, group):
+def test_the_int4_product_is_right_for_any_outputs_and_group_size(n, group):
     x, weight = activations(37, 512), parts(int4_weight(n, 512, group))
     assert_right(product(x, *weight), x, weight)
 
 
-def test_every_weight_is_the_one_that_is_dequantized():
-    """A row of x takes one weight of each output: it is the same to the bit."""
+def test_every_int4_weight_equals_its_dequantized_value():
+    """Each row of x selects one weight of each output, so the products equal the weights bit for bit."""
     weight = parts(int4_weight(40, 256))
     found = torch.cat([product(rows, *weight, count=1) for rows in torch.eye(256).bfloat16().split(64)])
     assert torch.equal(found.T, int4.dequantized(*weight)[0].bfloat16())
 
 
-def test_several_weights_of_one_input_are_side_by_side():
+def test_the_outputs_of_several_int4_weights_are_side_by_side():
     weights = [int4_weight(n, 512) for n in (128, 40, 130)]
     x = activations(70, 512)
     alone = [product(x, *parts(weight), count=1) for weight in weights]
@@ -84,14 +84,14 @@ def test_several_weights_of_one_input_are_side_by_side():
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_any_division_of_k_is_right_and_leaves_the_counters_as_they_were(count):
+def test_any_split_of_k_of_the_int4_product_is_right_and_leaves_the_counters_unchanged(count):
     x, weight, arrived = activations(70, 1280), parts(int4_weight(130, 1280)), sums.counters()
     for _ in range(2):  # the second call finds what the first one left
         assert_right(product(x, *weight, arrived=arrived, count=count), x, weight)
         assert not arrived.any()
 
 
-def test_what_is_kept_of_divided_sums_has_room_in_the_slots():
+def test_the_partial_sums_of_a_split_int4_product_fit_into_their_slots():
     for tiles in (1, 2, 42, 131, 132, 133, 2048):
         for rows in range(1, 40):
             count = large_m.parts_of_k(rows, tiles, 84)
@@ -99,8 +99,8 @@ def test_what_is_kept_of_divided_sums_has_room_in_the_slots():
     assert large_m.parts_of_k(1, 42, 84) == 6 and large_m.parts_of_k(1, 8, 3) == 3
 
 
-def test_a_kernel_that_can_divide_k_keeps_nothing_where_it_does_not():
-    """The kernel is compiled for a dynamic number of rows, of which many leave nothing to divide."""
+def test_an_int4_kernel_that_may_split_k_stores_no_partial_sums_if_it_does_not():
+    """The kernel is compiled for a dynamic number of rows; with many rows K is not split."""
     kept = torch.full((1,), 7.0)
 
     class Dividing:
@@ -129,7 +129,7 @@ class Linear(torch.nn.Module):
         return int4_matmul.int4_matmul(x, [self.qdata], self.codes, self.steps, self.arrived)
 
 
-def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
+def test_an_exported_int4_product_stays_one_op_with_dynamic_rows():
     model = Linear()
     program = export(model, (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=64)},))
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
@@ -139,7 +139,7 @@ def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
     assert_right(model(x), x, ([model.qdata], model.codes, model.steps))
 
 
-def test_bad_arguments_are_named():
+def test_bad_arguments_of_the_int4_product_are_named():
     weight = parts(int4_weight(8, 256))
     with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
         int4_matmul.int4_matmul(activations(20, 128), *weight, sums.counters())
@@ -153,7 +153,7 @@ TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16",
 @pytest.mark.parametrize(
     ("arch", "divided"), [(80, True), (86, False), (89, True), (90, True), (90, False), (100, True), (120, True)]
 )
-def test_two_programs_fit_and_keep_everything_in_registers(arch, divided, tmp_path):
+def test_two_programs_of_the_int4_product_fit_and_do_not_spill(arch, divided, tmp_path):
     constants = {"N0": 8192, "N1": 4096, "N2": 4096, "K": 5376, "G": 32, "BLOCK_M": large_m.ROWS}
     constants |= {"BLOCK_N": large_m.TILE, "BLOCK_K": large_m.BLOCK_K, "STAGES": large_m.STAGES}
     constants["DIVIDED"] = divided
@@ -176,7 +176,7 @@ class Scaled(Linear):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
-def test_both_kernels_of_a_dynamic_number_of_rows_take_one_x():
+def test_both_int4_kernels_for_dynamic_rows_share_one_input():
     program = export(Scaled(), (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=1024)},))
     specs = [CudaBackend.generate_method_name_compile_spec("prefill"), CompileSpec("low_memory_mode", b"ON")]
     with named_gpu("sm_90"), inductor.patch(OPTIONS), recorded_launches({"prefill": 20}, {"prefill": 1024}) as found:

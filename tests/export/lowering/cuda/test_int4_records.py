@@ -1,4 +1,5 @@
-"""The INT4 kernel over records against plain PyTorch, run by Triton's interpreter; what it compiles to, with no GPU."""
+"""The small-M INT4 kernel, which reads weights in records, equals plain PyTorch in Triton's interpreter; its compiled
+code is checked without a GPU."""
 
 import re
 from unittest.mock import patch
@@ -31,7 +32,8 @@ def run(x: Tensor, packed: Tensor, activation: str = "", multiprocessors: int = 
 
 
 def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
-    """Assert the product within a rounding to bf16 and the errors of float32, by the weights' own dequantization."""
+    """Assert that the product is right up to rounding to bf16 and the errors of float32, by the weights' own
+    dequantization."""
     (w,) = int4.dequantized([weight[0]], *int4.tiled(*weight[1:]))
     expected = x.double() @ w.double().T
     span = 15 * (weight[1].float().amax(1) * weight[2].float().amax(1)).double()  # [N]
@@ -41,7 +43,7 @@ def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (64, 1024), (192, 512), (320, 768)])
-def test_records_hold_every_byte_of_a_weight_and_give_it_back(n, k):
+def test_packing_into_records_and_unpacking_returns_the_weight(n, k):
     weight = int4_weight(n, k)
     packed = records(*weight)
     assert packed.shape == (n // 32, k // 256, 4736)
@@ -52,7 +54,7 @@ def test_records_hold_every_byte_of_a_weight_and_give_it_back(n, k):
 
 
 def test_each_code_has_a_place_of_its_own_in_a_record():
-    """The words of a code, a scale and a step are those that the kernel's docstring gives."""
+    """Codes, scales and steps are in the words that the kernel's docstring gives."""
     zeros = [torch.zeros_like(part) for part in int4_weight(64, 512)]
     for n, k in ((0, 0), (37, 300), (63, 511), (5, 257)):
         weight = [part.clone() for part in zeros]
@@ -70,7 +72,7 @@ def test_each_code_has_a_place_of_its_own_in_a_record():
 
 
 @pytest.mark.parametrize(("n", "k", "group"), [(32, 256, 32), (96, 256, 32), (64, 256, 64), (64, 512, 256)])
-def test_a_weight_that_no_records_hold_is_refused(n, k, group):
+def test_a_weight_of_a_shape_without_records_is_refused(n, k, group):
     assert not int4_records.fits(n, k, group)
     with pytest.raises(ValueError, match=rf"{n} x {k} in groups of {group}: records are of multiples of 64 x 256"):
         records(*int4_weight(n, k, group))
@@ -78,8 +80,9 @@ def test_a_weight_that_no_records_hold_is_refused(n, k, group):
 
 @pytest.mark.parametrize("m", [1, 4, 8, 9, 16, 21])
 @pytest.mark.parametrize(("n", "k", "multiprocessors"), [(128, 1024, 1), (64, 768, 2), (192, 256, 132)])
-def test_any_number_of_rows_and_share_of_blocks_is_right(m, n, k, multiprocessors):
-    """Tiles of one program, of several, and programs of several tiles; counters are zero again at the end."""
+def test_the_records_kernel_is_right_for_any_rows_and_share_of_blocks(m, n, k, multiprocessors):
+    """The cases have tiles of one program, tiles of several, and programs of several tiles. The counters are zero at
+    the end."""
     x, weight, arrived = activations(m, k), int4_weight(n, k), sums.counters()
     for _ in range(2):  # the second call finds what the first one left
         assert_right(run(x, records(*weight), multiprocessors=multiprocessors, arrived=arrived), x, weight)
@@ -87,7 +90,7 @@ def test_any_number_of_rows_and_share_of_blocks_is_right(m, n, k, multiprocessor
 
 
 @pytest.mark.parametrize("activation", [sums.SILU, sums.GELU_TANH])
-def test_a_gate_and_its_up_are_one_tile(activation):
+def test_the_records_kernel_computes_gate_and_up_in_one_tile(activation):
     x, weight = activations(5, 512), int4_weight(256, 512)
     found, plain = run(x, records(*weight), activation), run(x, records(*weight))
     expected = sums.gated(plain, activation)
@@ -95,7 +98,7 @@ def test_a_gate_and_its_up_are_one_tile(activation):
     torch.testing.assert_close(found, expected, atol=0, rtol=2**-7)
 
 
-def test_a_row_has_the_same_bits_whatever_rows_are_with_it():
+def test_a_row_of_the_records_kernel_has_the_same_bits_with_any_other_rows():
     for most, sizes in ((8, range(1, 9)), (16, (1, 7, 8, 9, 15, 16, 17))):
         x, packed = activations(17, 1024), records(*int4_weight(128, 1024))
         with interpreted(sums, small_m, int4_records):
@@ -111,15 +114,15 @@ def test_a_row_has_the_same_bits_whatever_rows_are_with_it():
 
 @pytest.mark.parametrize("q", [0x00, 0xFF, 0x0F, 0xF0])
 @pytest.mark.parametrize("zero", [0, 255])
-def test_codes_at_their_ends_are_right(q, zero):
+def test_the_records_kernel_is_right_for_extreme_codes(q, zero):
     x, weight = activations(3, 256), int4_weight(64, 256)
     weight[0].fill_(q)
     weight[3].fill_(zero)
     assert_right(run(x, records(*weight)), x, weight)
 
 
-def test_rows_of_zeros_give_zeros_and_those_that_are_too_large_give_no_number():
-    """The powers of two that x is multiplied by are exact, or make infinities: nothing wraps around to a number."""
+def test_zero_rows_give_zeros_and_too_large_rows_give_nan_or_infinity():
+    """x is multiplied by powers of two, which is exact or gives infinities; nothing wraps around to a finite number."""
     weight = int4_weight(64, 256)
     x = activations(3, 256)
     x[0] = 0
@@ -132,7 +135,7 @@ def test_rows_of_zeros_give_zeros_and_those_that_are_too_large_give_no_number():
     assert_right(run(small, records(*weight)), small, weight)
 
 
-def test_each_program_has_an_even_share_and_no_tile_has_more_parts_than_there_is_room_for():
+def test_each_program_has_an_even_share_and_no_tile_exceeds_its_room_for_parts():
     for n, k in (*LINEARS.values(), (64, 256), (128, 768)):
         for programs in (1, 5, 264, 396):
             found, blocks = shares(n, k, programs), k // 256
@@ -155,8 +158,8 @@ def test_each_program_has_an_even_share_and_no_tile_has_more_parts_than_there_is
         ({"FIRST": 12}, False),  # more than any program's share
     ],
 )  # fmt: skip
-def test_what_l2_is_asked_for_is_of_the_weights(asked, any_asked):
-    """It is asked for the program's own records and the next matmul's weights, and for nothing behind their ends."""
+def test_only_weights_are_prefetched_into_l2(asked, any_asked):
+    """The program's own records and the next matmul's weights are prefetched, and nothing beyond their ends."""
     x, packed, following = activations(2, 4096), records(*int4_weight(128, 4096)), records(*int4_weight(64, 512))
     ranges = []
 
@@ -182,8 +185,8 @@ def within(addresses: list, *tensors: Tensor) -> bool:
     return bool(np.any([(places >= first) & (places + 4 <= last) for first, last in homes], 0).all())
 
 
-def test_nothing_is_read_behind_the_records():
-    """They lie in the middle of a tensor: what is before and behind them is not touched."""
+def test_the_records_kernel_reads_nothing_outside_the_records():
+    """The records are in the middle of a tensor, whose other parts must not be read."""
     weight = records(*int4_weight(128, 768))
     room = torch.zeros(3, weight.numel(), dtype=torch.uint8)
     room[1] = weight.flatten()
@@ -193,8 +196,8 @@ def test_nothing_is_read_behind_the_records():
     assert read and within(read, packed)
 
 
-def test_only_weights_are_read_before_the_wait_and_nothing_is_written():
-    """Every program touches what another launch may still write behind the wait alone."""
+def test_an_early_launch_reads_only_weights_before_its_wait_and_writes_nothing():
+    """Every program accesses memory that another launch may still write only after the wait."""
     x, packed, before = activations(3, 768), records(*int4_weight(128, 768)), [True]
     touched, place = [], InterpreterBuilder.set_grid_idx
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
@@ -229,12 +232,12 @@ def test_only_weights_are_read_before_the_wait_and_nothing_is_written():
 @pytest.mark.parametrize(("dtype", "k", "expected"), [
     (torch.float32, 512, "x is torch.float32"), (torch.bfloat16, 256, "x has K = 256, the records 512"),
 ])  # fmt: skip
-def test_an_x_that_does_not_fit_is_refused(dtype, k, expected):
+def test_the_records_kernel_refuses_an_input_of_another_dtype_or_width(dtype, k, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
         run(torch.zeros(2, k, dtype=dtype), records(*int4_weight(64, 512)))
 
 
-def test_more_rows_than_there_are_counters_for_are_refused():
+def test_the_records_kernel_refuses_more_rows_than_counters():
     x, packed = torch.zeros(8 * sums.COUNTERS // 2 + 1, 256).bfloat16(), records(*int4_weight(128, 256))
     with pytest.raises(ValueError, match="the kernel takes"):
         int4_records._launch_records(None, x, packed, sums.counters())
@@ -247,7 +250,7 @@ def constants_of(n: int, k: int, rows: int, activation: str = "", early: bool = 
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
-def test_three_programs_of_8_rows_fit_and_their_loop_is_short_and_has_one_barrier(arch, tmp_path):
+def test_three_programs_of_8_rows_fit_with_a_short_loop_and_one_barrier(arch, tmp_path):
     kernel = int4_records.int4_records_kernel
     found = usage(kernel, TYPES, constants_of(5376, 21504, 8), arch, tmp_path, 8, registers=80)
     assert found.registers <= 80 and found.stack <= 16 and not {"LDL", "STL"} & set(found.loop)
@@ -258,7 +261,7 @@ def test_three_programs_of_8_rows_fit_and_their_loop_is_short_and_has_one_barrie
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_16_rows_and_gates_spill_nothing_in_their_loop(early, tmp_path):
+def test_the_records_kernel_does_not_spill_with_16_rows_and_gates(early, tmp_path):
     kernel = int4_records.int4_records_kernel
     for rows, activation in ((8, sums.GELU_TANH), (16, sums.GELU_TANH), (16, "")):
         constants = constants_of(43008, 5376, rows, activation, early and rows == 8)
@@ -269,8 +272,8 @@ def test_16_rows_and_gates_spill_nothing_in_their_loop(early, tmp_path):
         assert resident >= int4_records.TOGETHER[rows]
 
 
-def test_an_early_launch_waits_before_it_loads_an_input_and_not_before_its_weights(tmp_path):
-    """Weights alone are loaded and asked for before the wait: what another launch writes is not."""
+def test_an_early_launch_loads_weights_before_its_wait_and_inputs_after_it(tmp_path):
+    """Only weights are loaded and prefetched before the wait, no memory that another launch writes."""
     kernel = int4_records.int4_records_kernel
     ptx = usage(kernel, TYPES, constants_of(5376, 8192, 8, early=True), 90, tmp_path, 8, registers=80).ptx
     before, after = re.split(r"griddepcontrol\.wait;", ptx)

@@ -1,5 +1,5 @@
-"""The kernel of INT8 experts for few rows against plain PyTorch, run by Triton's interpreter; what it compiles to, with
-no GPU."""
+"""The small-M kernel of INT8 experts equals plain PyTorch in Triton's interpreter, and its compiled code is checked
+without a GPU."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def computed(x: Tensor, weights: tuple[Tensor, ...], chosen: Tensor) -> Tensor:
 
 
 def assert_right(found: Tensor, x: Tensor, weights: tuple[Tensor, ...], *given) -> None:
-    """Assert the outputs within a rounding to bfloat16 and the errors of float32."""
+    """Assert that the outputs are right up to rounding to bfloat16 and the errors of float32."""
     expected = int8_experts.experts_reference(x.float(), *weights, *given)
     assert found.dtype == torch.bfloat16 and found.shape == expected.shape
     room = 2**-8 * expected.abs() + 2**-14 * expected.square().mean(1, keepdim=True).sqrt()
@@ -31,19 +31,19 @@ def assert_right(found: Tensor, x: Tensor, weights: tuple[Tensor, ...], *given) 
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
-def test_every_number_of_rows_is_right(rows):
+def test_int8_experts_are_right_for_every_number_of_rows(rows):
     x, weights, (chosen, _) = torch.randn(rows, 256).bfloat16(), weights_of(6, 64, 256), choices(rows, 6, 3)
     assert_right(computed(x, weights, chosen), x, weights, chosen)
 
 
 @pytest.mark.parametrize(("n", "k"), [(32, 96), (96, 288), (130, 512), (65, 160)])
-def test_any_number_of_outputs_and_groups_is_right(n, k):
+def test_int8_experts_are_right_for_any_outputs_and_groups(n, k):
     weights, (chosen, _) = weights_of(4, n, k), choices(3, 4, 2)
     for x in torch.randn(3, k).bfloat16(), torch.randn(6, k).bfloat16():  # of rows, of choices
         assert_right(computed(x, weights, chosen), x, weights, chosen)
 
 
-def test_a_row_has_the_same_bits_in_every_call():
+def test_a_row_of_int8_experts_has_the_same_bits_in_every_call():
     # Eighths up to 4: sums within a group are exact, so that numpy's order of them says nothing; all others round.
     x, weights = torch.randint(-32, 33, (16, 320)).bfloat16() / 8, weights_of(5, 70, 320)
     chosen, _ = choices(16, 5, 2)
@@ -71,7 +71,8 @@ FAULTS = {
 
 
 def is_noticed(n: int, k: int, rows: int) -> bool:
-    """Return whether anything is found. ``rows``: of x, for 4 rows that chose two experts each."""
+    """Return True if a fault is found. ``rows`` is the number of rows of x, for 4 tokens that chose two experts
+    each."""
     x, weights, (chosen, _) = torch.randn(rows, k).bfloat16(), weights_of(4, n, k), choices(4, 4, 2)
     given = x, weights, chosen
     return noticed(lambda: computed(*given), lambda found: assert_right(found, *given))
@@ -82,18 +83,18 @@ CASES = [(n, k, rows) for n, k in ((32, 96), (130, 512), (96, 288)) for rows in 
 
 @pytest.mark.races(())  # they watch for themselves
 @pytest.mark.parametrize("case", CASES)
-def test_without_a_fault_nothing_is_noticed(case):
+def test_correct_int8_experts_have_no_findings(case):
     assert not is_noticed(*case)
 
 
 @pytest.mark.races(())
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_put_in_by_hand_is_noticed(name, tmp_path):
+def test_each_fault_put_into_int8_experts_is_found(name, tmp_path):
     with fault(tmp_path, int8_experts, *FAULTS[name]):
         assert any(is_noticed(*case) for case in CASES)
 
 
-def test_shapes_that_do_not_agree_are_named():
+def test_int8_experts_with_mismatched_shapes_are_refused_by_name():
     x, weights, (chosen, _) = torch.randn(3, 64).bfloat16(), weights_of(4, 96, 64), choices(3, 4, 2)
     with pytest.raises(ValueError, match="the weight is 384 x 64: 4 experts of 96 x 32 have 384 x 32"):
         int8_experts.int8_experts_small_m(x[:, :32], *weights, chosen)
@@ -107,7 +108,7 @@ GPT_OSS |= {"BLOCK_N": small_m.INT8.n, "BLOCK_K": 256, "STAGES": small_m.INT8.st
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_a_weight_takes_5_instructions_and_nothing_is_spilled(arch, tmp_path):
+def test_int8_experts_take_5_instructions_per_weight_without_spills(arch, tmp_path):
     kernel, constants = int8_experts._int8_experts_small_m_kernel, GPT_OSS
     for rows, most in zip(small_m.ROWS, (5.0, 6.4), strict=True):
         found = usage(kernel, TYPES, constants | {"BLOCK_M": rows}, arch, tmp_path, small_m.WARPS)

@@ -1,4 +1,4 @@
-"""The product of many rows with INT8 weights, run by Triton's interpreter; what it compiles to, with no GPU."""
+"""The large-M INT8 kernel is right in Triton's interpreter, and its compiled code is checked without a GPU."""
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ def product(x: Tensor, *weight: Tensor, arrived: Tensor | None = None, count: in
 
 
 def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
-    """Weights of groups are rounded to bf16."""
+    """Assert that the product is right; weights with groups are rounded to bf16."""
     w = small_m.int8_dequantized(*weight)
     assert_product(found, x, w if weight[1].shape[1] == 1 else w.bfloat16())
 
 
 @pytest.mark.parametrize("m", [1, 9, 63, 64, 65, 130])
-def test_any_number_of_rows_is_right(m):
+def test_the_int8_product_is_right_for_any_number_of_rows(m):
     x = activations(m, 256)
     for group in (32, 256):
         weight = int8_weight(33, 256, group)
@@ -35,7 +35,7 @@ def test_any_number_of_rows_is_right(m):
 
 
 @pytest.mark.parametrize("n", [1, 127, 128, 129, 260])
-def test_any_number_of_outputs_is_right(n):
+def test_the_int8_product_is_right_for_any_number_of_outputs(n):
     x, weight = activations(17, 320), int8_weight(n, 320, 64)
     assert_right(product(x, *weight), x, weight)
 
@@ -43,17 +43,17 @@ def test_any_number_of_outputs_is_right(n):
 @pytest.mark.parametrize(
     ("k", "group"), [(16, 16), (48, 48), (80, 16), (96, 48), (288, 96), (336, 336), (384, 128), (2880, 32)]
 )
-def test_any_group_and_end_of_k_is_right(k, group):
-    """A K of 336 ends in a quarter of a block, and the rows of x and of the weight begin where no line does."""
+def test_the_int8_product_is_right_for_any_group_and_k(k, group):
+    """A K of 336 ends in a quarter of a block, and rows of x and of the weight begin within a cache line."""
     for m in (9, 70):
         x, weight = activations(m, k), int8_weight(20, k, group)
         assert_right(product(x, *weight), x, weight)
 
 
 @pytest.mark.parametrize("group", [16, 32, 256])
-def test_every_weight_is_the_one_that_is_dequantized(group):
-    """A row of x takes one weight of each output: it is the same to the bit. All codes and zero points are among
-    them."""
+def test_every_int8_weight_equals_its_dequantized_value(group):
+    """Each row of x selects one weight of each output, so the products equal the weights bit for bit. All codes and
+    zero points occur."""
     q = torch.arange(-128, 128, dtype=torch.int8).expand(40, 256).contiguous()
     _, scale, zero = int8_weight(40, 256, group)
     zero[0], zero[1] = -128, 127
@@ -62,7 +62,7 @@ def test_every_weight_is_the_one_that_is_dequantized(group):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_any_division_of_k_is_right_and_leaves_the_counters_as_they_were(count):
+def test_any_split_of_k_of_the_int8_product_is_right_and_leaves_the_counters_unchanged(count):
     x, weight, arrived = activations(70, 1296), int8_weight(130, 1296, 48), sums.counters()
     for _ in range(2):  # the second call finds what the first one left
         assert_right(product(x, *weight, arrived=arrived, count=count), x, weight)
@@ -79,7 +79,7 @@ class Linear(torch.nn.Module):
         return int8_matmul.int8_matmul(x, *self.weight, self.arrived)
 
 
-def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
+def test_an_exported_int8_product_stays_one_op_with_dynamic_rows():
     model = Linear()
     program = export(model, (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=64)},))
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
@@ -89,7 +89,7 @@ def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
     assert_right(model(x), x, tuple(model.weight))
 
 
-def test_bad_arguments_are_named():
+def test_bad_arguments_of_the_int8_product_are_named():
     weight = int8_weight(8, 256, 32)
     with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
         int8_matmul.int8_matmul(activations(20, 128), *weight, sums.counters())
@@ -109,7 +109,7 @@ COMPILED += [(arch, *sizes) for arch in (80, 90) for sizes in ((5376, 5376), (28
 
 
 @pytest.mark.parametrize(("arch", "k", "group"), COMPILED)
-def test_two_programs_fit_and_keep_everything_in_registers(arch, k, group, tmp_path):
+def test_two_programs_of_the_large_m_int8_kernel_fit_and_do_not_spill(arch, k, group, tmp_path):
     constants = {"N": 4096, "K": k, "G": group, "BLOCK_M": large_m.ROWS, "BLOCK_N": large_m.TILE}
     constants |= {"BLOCK_K": large_m.BLOCK_K, "STAGES": large_m.STAGES, "DIVIDED": True}
     found = usage(int8_matmul._int8_matmul_kernel, TYPES, constants, arch, tmp_path, large_m.WARPS)

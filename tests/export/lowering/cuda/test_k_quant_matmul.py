@@ -1,4 +1,5 @@
-"""The product of many rows with GGUF's K-quants, run by Triton's interpreter; what it compiles to, with no GPU."""
+"""The large-M kernel for GGUF's K-quants is right in Triton's interpreter, and its compiled code is checked without a
+GPU."""
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ def product(x: Tensor, *parts: Tensor | None, arrived: Tensor | None = None, cou
 
 
 def assert_right(found: Tensor, x: Tensor, w: Tensor) -> None:
-    """Assert the product of the weights rounded to bf16, within a rounding to bf16 and the errors of float32."""
+    """Assert that the product with weights rounded to bf16 is right up to rounding to bf16 and the errors of
+    float32."""
     w = w.bfloat16().double()
     expected = x.double() @ w.T
     assert found.dtype == torch.bfloat16 and found.shape == expected.shape
@@ -29,21 +31,21 @@ def assert_right(found: Tensor, x: Tensor, w: Tensor) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("m", "n"), [(1, 33), (9, 1), (64, 127), (65, 128), (130, 129)])
-def test_any_number_of_rows_and_outputs_is_right(kind, m, n):
+def test_the_k_quant_product_is_right_for_any_rows_and_outputs(kind, m, n):
     x, (packed, w) = activations(m, 512), weight(kind, n, 512)
     assert_right(product(x, *packed.parts), x, w)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_is_gguf_pys_to_the_bit_and_rounded_once(kind):
-    """A row of x takes one weight of each output."""
+def test_every_k_quant_weight_equals_gguf_pys_bit_for_bit_and_is_rounded_once(kind):
+    """Each row of x selects one weight of each output."""
     packed, w = weight(kind, 40, 256)
     found = torch.cat([product(rows, *packed.parts, count=1) for rows in torch.eye(256).bfloat16().split(64)])
     assert torch.equal(found.T, w.bfloat16())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_division_of_k_is_right_and_leaves_the_counters_as_they_were(kind):
+def test_any_split_of_k_of_the_k_quant_product_is_right_and_leaves_the_counters_unchanged(kind):
     x, (packed, w), arrived = activations(70, 1280), weight(kind, 130, 1280), sums.counters()
     for count in (2, 3, 5):  # a later call finds what one before it left
         assert_right(product(x, *packed.parts, arrived=arrived, count=count), x, w)
@@ -61,7 +63,7 @@ class Linear(torch.nn.Module):
         return k_quant_matmul.k_quant_matmul(x, self.qdata, self.high, self.codes, self.steps, self.arrived)
 
 
-def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
+def test_an_exported_k_quant_product_stays_one_op_with_dynamic_rows():
     model = Linear("Q5_K")
     program = export(model, (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=64)},))
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
@@ -71,7 +73,7 @@ def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
     assert_right(model(x), x, model.w)
 
 
-def test_bad_arguments_are_named():
+def test_bad_arguments_of_the_k_quant_product_are_named():
     packed, _ = weight("Q4_K", 8, 256)
     with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
         k_quant_matmul.k_quant_matmul(activations(20, 128), *packed.parts, sums.counters())
@@ -89,7 +91,7 @@ COMPILED += [("Q6_K", arch, True) for arch in (80, 86, 89, 90, 100, 120)]
 
 
 @pytest.mark.parametrize(("kind", "arch", "divided"), COMPILED)
-def test_two_programs_fit_and_keep_everything_in_registers(kind, arch, divided, tmp_path):
+def test_two_programs_of_the_k_quant_product_fit_and_do_not_spill(kind, arch, divided, tmp_path):
     bits = KINDS[kind]
     constants = {"N": 16384, "K": 5376, "BITS": bits, "BLOCK_M": large_m.ROWS, "BLOCK_N": 128}
     constants |= {"BLOCK_K": large_m.BLOCK_K, "STAGES": large_m.STAGES, "DIVIDED": divided}

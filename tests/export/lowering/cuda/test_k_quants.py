@@ -1,4 +1,4 @@
-"""The kernel of few rows over GGUF's K-quants against gguf-py, run by Triton's interpreter; what it compiles to."""
+"""The small-M kernel for GGUF's K-quants equals gguf-py in Triton's interpreter, and its compiled code is checked."""
 
 from dataclasses import replace
 
@@ -28,8 +28,8 @@ def product(x: Tensor, packed: KQuantTensor, parts: int | None = None, wrap=lamb
 
 
 def assert_right(found: Tensor, x: Tensor, w: Tensor) -> None:
-    """Assert the product within a rounding to bf16 and the errors of float32, which go with |x| and the largest code
-    and minima."""
+    """Assert that the product is right up to rounding to bf16 and the errors of float32, which are proportional to |x|
+    and the largest code and minima."""
     expected = x.float() @ w.T
     dtype, atol, rtol = torch.bfloat16, 2e-5, 2**-8
     assert found.dtype == dtype and found.shape == expected.shape
@@ -39,7 +39,7 @@ def assert_right(found: Tensor, x: Tensor, w: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_layout_keeps_every_value_to_the_bit(kind):
+def test_the_k_quant_layout_for_cuda_keeps_every_value_bit_for_bit(kind):
     for n in (37, 256):
         packed, w = weight(kind, n, 1024)
         assert torch.equal(packed.dequantize(torch.float32), w)
@@ -51,7 +51,7 @@ def test_the_layout_keeps_every_value_to_the_bit(kind):
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6])
-def test_codes_lie_where_the_kernel_looks_for_them(bits):
+def test_k_quant_codes_are_where_the_kernel_reads_them(bits):
     for code in range(1 << bits):
         row, at = code % 7, code % 32
         q = torch.zeros(7, 32, dtype=torch.uint8)
@@ -69,28 +69,28 @@ def test_codes_lie_where_the_kernel_looks_for_them(bits):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 9, 13, 16, 17, 40])
-def test_every_number_of_rows_is_right(kind, m):
+def test_the_small_m_k_quant_kernel_is_right_for_every_number_of_rows(kind, m):
     x, (packed, w) = activations(m, 512), weight(kind, 33, 512)
     assert_right(product(x, packed), x, w)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 7, 63, 64, 65, 129])
-def test_any_number_of_outputs_is_right(kind, n):
+def test_the_small_m_k_quant_kernel_is_right_for_any_number_of_outputs(kind, n):
     x, (packed, w) = activations(3, 256), weight(kind, n, 256)
     assert_right(product(x, packed), x, w)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", GEMMA_LINEARS.values(), ids=GEMMA_LINEARS)
-def test_gemma_linears_are_right(kind, shape):
+def test_the_small_m_k_quant_kernel_is_right_for_gemma_linears(kind, shape):
     x, (packed, w) = activations(5, shape[1]), weight(kind, *shape)
     assert_right(product(x, packed), x, w)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
-def test_any_division_of_k_is_right(kind, parts):
+def test_the_small_m_k_quant_kernel_is_right_for_any_split_of_k(kind, parts):
     x, (packed, w) = activations(3, 1280), weight(kind, 20, 1280)
     assert_right(product(x, packed, parts), x, w)
 
@@ -98,7 +98,7 @@ def test_any_division_of_k_is_right(kind, parts):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("code", ["least", "most"])
 @pytest.mark.parametrize("scale", ["least", "most"])
-def test_codes_at_their_ends_are_right(kind, code, scale):
+def test_the_small_m_k_quant_kernel_is_right_for_extreme_codes(kind, code, scale):
     ends = {"Q4_K": (15, 0, 63), "Q5_K": (31, 0, 63), "Q6_K": (63, -128, 127)}[kind]
     codes = np.full((8, 256), 0 if code == "least" else ends[0], np.uint8)
     scales = np.full((8, 16 if kind == "Q6_K" else 8), ends[1] if scale == "least" else ends[2])
@@ -117,7 +117,8 @@ def test_codes_at_their_ends_are_right(kind, code, scale):
 
 
 def sums_of(x: Tensor, packed: KQuantTensor) -> tuple[Tensor, Tensor]:
-    """The output [M, N] and the float32 sums [2, M, N] over the halves of K that it was added and rounded from."""
+    """Return the output [M, N] and the float32 sums [2, M, N] over the halves of K, from which the output is added and
+    rounded."""
     written = []
 
     class Kept:
@@ -135,7 +136,7 @@ def sums_of(x: Tensor, packed: KQuantTensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_same_bits_in_every_call(kind):
+def test_a_row_of_the_k_quant_kernel_has_the_same_bits_in_every_call(kind):
     # Eighths up to 4: sums within a group are exact, so that numpy's order of them says nothing; all others round.
     packed, _ = weight(kind, 20, 1024)
     x = torch.randint(-32, 33, (18, 1024)).bfloat16() / 8
@@ -147,7 +148,7 @@ def test_a_row_has_the_same_bits_in_every_call(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.races(("forward",))  # loads are counted
-def test_each_weight_word_is_read_once_for_up_to_16_rows(kind, monkeypatch):
+def test_each_k_quant_word_is_read_once_for_up_to_16_rows(kind, monkeypatch):
     read = []
     load = InterpreterBuilder.create_masked_load
 
@@ -181,7 +182,7 @@ class Linears(torch.nn.Module):
         return sum(k_quants.k_quant_small_m(x, *each, self.arrived) for each in parts)
 
 
-def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
+def test_an_exported_small_m_k_quant_product_stays_one_op_with_dynamic_rows():
     model = Linears()
     rows = torch.export.Dim("rows", min=1, max=64)
     program = torch.export.export(model, (activations(4, 512),), dynamic_shapes=({0: rows},), strict=False)
@@ -193,7 +194,7 @@ def test_an_exported_program_keeps_the_op_whole_and_its_rows_dynamic():
             assert torch.equal(each.module()(x), model(x))
 
 
-def test_shapes_that_do_not_agree_are_named():
+def test_mismatched_shapes_of_the_k_quant_kernel_are_refused_by_name():
     x, (packed, _), arrived = activations(3, 256), weight("Q5_K", 8, 256), sums.counters()
     qdata, high, codes, steps = packed.parts
     with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
@@ -219,7 +220,7 @@ COMPILED += [("Q6_K", arch) for arch in (80, 86, 89, 90, 100, 120)]
 
 
 @pytest.mark.parametrize(("kind", "arch"), COMPILED)
-def test_nothing_is_spilled_and_two_programs_fit_on_a_multiprocessor(kind, arch, tmp_path):
+def test_two_programs_of_the_small_m_k_quant_kernel_fit_and_do_not_spill(kind, arch, tmp_path):
     bits = KINDS[kind]
     choice, kernel = k_quants.CHOICES[bits], k_quants._k_quant_small_m_kernel
     constants = {

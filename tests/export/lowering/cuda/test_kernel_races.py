@@ -46,13 +46,13 @@ def found(small: Small, *orders: str) -> Counter[Finding]:
 
 
 def assert_found(findings: Counter[Finding], what: str, line: str) -> None:
-    """``what`` and the ``line`` that it names, as regular expressions."""
+    """Assert a finding; ``what`` and ``line``, the line that it names, are regular expressions."""
     sites = {(each.what, site.text) for each in findings for site in (each.site, each.other) if site}
     assert any(re.search(what, kind) and re.search(line, text) for kind, text in sites), sites
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_no_kernel_has_a_race_in_any_order(name):
+def test_no_kernel_has_a_race_in_any_order_of_its_programs(name):
     findings = found(SMALL[name], "forward", "reversed", "shuffled", "delayed")
     assert not findings, "\n".join(map(str, findings))
 
@@ -75,7 +75,7 @@ READS = r"tl\.load\((PARTS|STATS|sums) "
 
 @pytest.mark.parametrize("name", DIVIDED)
 @pytest.mark.parametrize("wrong", ARRIVING)
-def test_sums_that_nothing_orders_are_found(name, wrong, tmp_path):
+def test_unordered_partial_sums_are_found(name, wrong, tmp_path):
     with fault(tmp_path, sums, *ARRIVING[wrong], *USERS[sums]):
         findings = found(SMALL[name])
     assert_found(findings, "a load and a store of two programs meet and nothing orders them", READS)
@@ -196,7 +196,7 @@ which line."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_put_in_by_hand_are_found(name, tmp_path):
+def test_race_faults_put_in_by_hand_are_found(name, tmp_path):
     small, module, old, new, what, line = FAULTS[name]
     with fault(tmp_path, module, old, new, *USERS.get(module, ())):
         findings = found(SMALL[small])
@@ -213,8 +213,8 @@ BEHIND = {
 
 
 @pytest.mark.parametrize("name", BEHIND)
-def test_a_store_behind_the_counter_is_found(name, tmp_path):
-    """The detector finds it by what the last program reads, and by what it leaves in other orders."""
+def test_a_store_after_the_counter_is_found(name, tmp_path):
+    """The detector finds the fault by the loads of the last program, and by the results in other orders."""
     small, module, store, arrives = BEHIND[name]
     source = Path(module.__file__).read_text()
     between = source[source.index(store) : source.index(arrives) + len(arrives)]

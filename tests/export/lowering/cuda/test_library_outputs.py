@@ -1,6 +1,5 @@
-"""A method's library returns outputs that ExecuTorch's CUDA runtime takes. The runtime copies an output's bytes as they
-lie into a tensor of the dtype and dimensions that the program declares, and refuses a view that begins elsewhere or has
-gaps."""
+"""A method's library returns outputs that ExecuTorch's CUDA runtime accepts. The runtime copies the bytes of an output
+into a tensor of the declared dtype and dimensions, and refuses a view with an offset or gaps."""
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ IDS = torch.zeros(1, 8, dtype=torch.int64)
 
 
 def refused(output: Tensor, dtype: torch.dtype, sizes: list[int]) -> str | None:
-    """Return why ExecuTorch would not take an output; ``sizes`` are upper bounds."""
+    """Return the reason why ExecuTorch would refuse an output, None if it accepts it; ``sizes`` are upper bounds."""
     if output.dtype != dtype:
         return f"{output.dtype}, declared {dtype}"
     if output.dim() != len(sizes) or any(size > most for size, most in zip(output.shape, sizes, strict=True)):
@@ -37,7 +36,7 @@ def refused(output: Tensor, dtype: torch.dtype, sizes: list[int]) -> str | None:
         (IDS[:, :4], None),
     ],
 )
-def test_what_executorch_does_not_take(given, reason):
+def test_outputs_that_executorch_refuses_are_recognized(given, reason):
     said = refused(given, torch.int64, [1, 8])
     assert said is None if reason is None else reason in said
 
@@ -48,7 +47,7 @@ def hosted(host_artifact):
 
 
 @pytest.mark.parametrize("name", [*METHODS, SPECULATE])
-def test_every_output_of_every_length_is_as_executorch_takes_it(name, hosted, host_artifact):
+def test_every_output_of_every_length_is_accepted_by_executorch(name, hosted, host_artifact):
     plan = torch_host.read_pte(host_artifact / MODEL_FILE).plan(name)
     declared = [plan.values[place].val for place in plan.outputs]
     features = plan.values[plan.inputs[1]].val

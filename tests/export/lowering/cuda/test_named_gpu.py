@@ -1,4 +1,4 @@
-"""Each part of the substitution for a GPU holds while it is in force, and leaves nothing behind."""
+"""Each part of the stand-in for a named GPU works within its context, and leaves no trace afterwards."""
 
 import hashlib
 import io
@@ -39,7 +39,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 
 @without_gpu
 @pytest.mark.parametrize(("arch", "divided"), [("sm_80", (0, 1)), ("sm_90", (264, 3)), ("sm_100", (0, 3))])
-def test_an_export_divides_matmuls_for_the_gpu_that_it_names(arch, divided, monkeypatch):
+def test_an_export_splits_matmuls_for_the_named_gpu(arch, divided, monkeypatch):
     class Lowering(Exception):
         pass
 
@@ -54,7 +54,7 @@ def test_an_export_divides_matmuls_for_the_gpu_that_it_names(arch, divided, monk
 
 
 @without_gpu
-def test_operators_of_fake_tensors_on_the_gpu_ask_for_no_device():
+def test_operators_of_fake_cuda_tensors_need_no_device():
     with operators(), FakeTensorMode():
         x, at = torch.empty(5, 3, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
         assert [x[1:].shape, x[at].shape, x[2].shape, (~(x > 0)).shape] == [(4, 3), (2, 3), (3,), (5, 3)]
@@ -67,7 +67,7 @@ def test_operators_of_fake_tensors_on_the_gpu_ask_for_no_device():
 
 
 @without_gpu
-def test_answers_are_those_of_the_gpu_named_last():
+def test_device_properties_are_those_of_the_gpu_named_last():
     assert not has_triton()  # an answer that PyTorch keeps
     for arch, capability in (("sm_90", (9, 0)), ("sm_86", (8, 6))):
         with fake_device(BY_ARCH[arch]):
@@ -115,7 +115,7 @@ def test_a_maximum_over_a_warp_is_compiled_for_any_architecture(arch):
 
 
 def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: HeuristicType) -> SimpleNamespace:
-    """An autotuner whose configurations take ``compiled``, by what they say: shared memory and stack, in bytes."""
+    """Return an autotuner whose configurations take the resources in ``compiled``: bytes of shared memory and stack."""
 
     def compile_one(config: Config) -> SimpleNamespace:
         shared, spilled = compiled[str(config)]
@@ -148,7 +148,7 @@ KB, SMALL, WIDE = 1 << 10, Config({"BLOCK": 32}, 4, 1), Config({"BLOCK": 64}, 4,
 WIDEST = Config({"BLOCK": 128}, 8, 3)
 
 
-def test_of_inductors_own_configurations_the_first_that_fits_the_gpu_is_compiled():
+def test_the_first_inductor_configuration_that_fits_the_gpu_is_compiled():
     compiled = {str(WIDEST): (200 * KB, 0), str(WIDE): (64 * KB, 500), str(SMALL): (KB, 0)}
     given = [WIDEST, WIDE, SMALL], compiled, HeuristicType.POINTWISE
     assert chosen("sm_90", *given)[0] is WIDEST
@@ -158,7 +158,7 @@ def test_of_inductors_own_configurations_the_first_that_fits_the_gpu_is_compiled
         chosen("sm_86", *given)
 
 
-def test_of_a_kernel_written_by_hand_most_is_in_flight_that_fits_and_spills_nothing():
+def test_a_kernel_of_ours_gets_the_most_bytes_in_flight_that_fit_without_spills():
     compiled = {str(WIDEST): (100 * KB, 0), str(WIDE): (64 * KB, 0), str(SMALL): (KB, 0)}
     given = [SMALL, WIDE, WIDEST], compiled, HeuristicType.USER_AUTOTUNE
     assert chosen("sm_90", *given)[0] is WIDEST
@@ -170,7 +170,7 @@ def test_of_a_kernel_written_by_hand_most_is_in_flight_that_fits_and_spills_noth
     assert chosen("sm_90", *given)[0] is WIDE
 
 
-def test_where_none_is_good_other_warps_and_stages_are_offered_with_the_grid_of_their_tile():
+def test_other_warps_and_stages_are_tried_if_no_configuration_fits():
     offered = [each for group in groups([SMALL, WIDE]) for each in group]
     compiled = {str(each): (KB, 100) for each in offered}
     compiled |= {str(WIDE): (KB, 300), str(SMALL): (KB, 0)}
@@ -187,7 +187,7 @@ def test_where_none_is_good_other_warps_and_stages_are_offered_with_the_grid_of_
 @pytest.mark.parametrize(
     ("arch", "shared", "most"), [("sm_120", 64 * KB, 255), ("sm_80", 64 * KB, 128), ("sm_90", KB, None)]
 )
-def test_a_kernel_of_one_configuration_that_spills_gets_the_registers_that_are_left(arch, shared, most):
+def test_a_spilling_kernel_with_one_configuration_gets_the_free_registers(arch, shared, most):
     given, roomier = (Config({"BLOCK": 64}, 8, 4, maxnreg=each) for each in (None, most))
 
     def taken(spilled: int, then: int) -> str:
@@ -216,7 +216,7 @@ def test_spills_are_read_from_the_compiled_kernel():
     assert spilled[0] == 0 < spilled[1]
 
 
-def test_products_of_few_rows_take_tiles_with_many_bytes_in_flight_and_of_many_rows_large_ones():
+def test_few_rows_use_tiles_with_many_bytes_in_flight_and_many_rows_use_large_tiles():
     tiles = [Tile(16, 32, 16, 1, 2), Tile(16, 32, 128, 5, 2), Tile(64, 64, 64, 3, 8), Tile(128, 128, 64, 3, 4)]
     tiles += [Tile(128, 256, 128, 5, 8), Tile(128, 256, 32, 2, 2)]  # too much shared memory, too many registers
 
@@ -230,7 +230,7 @@ def test_products_of_few_rows_take_tiles_with_many_bytes_in_flight_and_of_many_r
         assert rank(1024, arch)[-1] == tiles[0]
 
 
-def test_nothing_is_timed_and_templates_are_ranked():
+def test_matmul_templates_are_ranked_and_never_timed():
     before = AlgorithmSelectorCache.do_autotuning, config.shape_padding, config.compile_threads
     with choices(BY_ARCH["sm_90"]):
         ranked = AlgorithmSelectorCache.do_autotuning(None, "mm", [], None, {}, "key", ["b", "a", "c"], None)
@@ -251,7 +251,7 @@ class Table(torch.nn.Module):
 
 
 @without_gpu
-def test_weights_are_fake_on_the_gpu_and_know_their_data_on_the_host():
+def test_weights_are_fake_on_the_gpu_with_their_data_on_the_host():
     module = Table()
     program = torch.export.export(module, (torch.tensor([1, 2]),))
     with fake_device(BY_ARCH["sm_90"]), weights_on_host():
@@ -296,8 +296,8 @@ def test_the_toolchain_is_on_the_path_and_a_library_linked_with_it_loads_the_dri
     assert dict(os.environ) == before
 
 
-def test_a_library_asks_for_the_driver_although_the_linker_drops_what_is_not_needed(tmp_path):
-    """The stub has the driver's functions: ExecuTorch's runtime does not load libcuda for an artifact."""
+def test_a_library_lists_the_driver_as_needed_although_the_linker_drops_unused_ones(tmp_path):
+    """The stub has the driver's functions, since ExecuTorch's runtime does not load libcuda for an artifact."""
     source, built = tmp_path / "asks.c", tmp_path / "asks.so"
     source.write_text("void cuLaunchKernel(void);\nvoid run(void) { cuLaunchKernel(); }\n")
     with toolchain():
@@ -306,7 +306,7 @@ def test_a_library_asks_for_the_driver_although_the_linker_drops_what_is_not_nee
     assert "libcuda.so.1" in dynamic
 
 
-def test_no_toolchain_says_what_to_install(monkeypatch, tmp_path):
+def test_a_missing_cuda_toolchain_is_refused_with_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
@@ -316,7 +316,7 @@ def test_no_toolchain_says_what_to_install(monkeypatch, tmp_path):
 
 
 @without_gpu
-def test_the_whole_leaves_nothing_behind_after_a_failure():
+def test_the_stand_in_for_a_named_gpu_is_removed_after_a_failure():
     def patched():
         owners = (torch.cuda, torch._C, graph.GraphLowering, CachingAutotuner, AlgorithmSelectorCache)
         return [dict(vars(owner)) for owner in owners], dict(os.environ), config.get_config_copy()

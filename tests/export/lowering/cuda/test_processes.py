@@ -1,4 +1,4 @@
-"""Methods that are compiled in two processes are what one process would have made of them."""
+"""Methods compiled in two processes equal those compiled in one."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ NODES = {"prefill": 3, "verify": 4, "draft": 1, "speculate": 5}
 
 
 def programs():
-    """Methods of one weight in common and one of their own."""
+    """Return methods that share one weight and have one of their own."""
     shared = torch.arange(64, dtype=torch.int32)
     return {
         name: [
@@ -39,7 +39,8 @@ def programs():
 
 
 def compiled(given, cores, check=lambda name: None):
-    """Data by key, what each method says of its weights, the process of each; ``preprocess`` stands for Inductor."""
+    """Return the data by key, each method's description of its weights, and the process of each; ``preprocess`` stands
+    for Inductor."""
     recorded = {}
 
     def preprocess(cls, program, specs):
@@ -73,7 +74,7 @@ def compiled(given, cores, check=lambda name: None):
     return data, {name: result.processed_bytes for name, (result,) in results.items()}, recorded, held
 
 
-def test_two_processes_make_what_one_does():
+def test_two_processes_compile_the_same_as_one():
     given = programs()
     one, two = compiled(given, cores=1), compiled(given, cores=2)
     assert one[:2] == two[:2] and list(one[0]) == list(two[0]) and list(one[1]) == list(two[1]) == list(NODES)
@@ -84,7 +85,7 @@ def test_two_processes_make_what_one_does():
     assert weights <= {id(tensor) for tensor in two[3]}  # not copies
 
 
-def test_a_check_that_fails_in_the_other_process_fails():
+def test_a_check_that_fails_in_the_second_process_fails_the_export():
     def check(name):
         if name == "verify":
             raise ValueError("verify was compiled for some of its lengths")
@@ -93,13 +94,13 @@ def test_a_check_that_fails_in_the_other_process_fails():
         compiled(programs(), cores=2, check=check)
 
 
-def test_halves_are_of_about_the_same_work():
+def test_methods_are_divided_into_halves_of_similar_work():
     assert halves(NODES) == (["speculate", "draft"], ["verify", "prefill"])
     assert halves({"forward": 1}) == (["forward"], [])
 
 
 @pytest.mark.parametrize(("cores", "free", "forks"), [(2, 1 << 40, True), (2, 1, False), (1, 1 << 40, False)])
-def test_two_processes_take_two_cores_and_twice_the_memory(cores, free, forks):
+def test_two_processes_are_used_only_with_two_cores_and_twice_the_memory(cores, free, forks):
     with (
         patch.object(os, "sched_getaffinity", lambda pid: set(range(cores))),
         patch.object(processes, "linux_bytes", lambda file, key: {"RssAnon": 1 << 20}[key]),
@@ -113,7 +114,7 @@ class Unsendable(Exception):
         super().__init__(f"{first} and {second}")
 
 
-def test_what_the_fork_raises_is_raised_with_its_cause():
+def test_an_error_in_the_forked_process_is_raised_with_its_cause():
     def fails():
         try:
             raise OSError("No space left on device")
@@ -131,13 +132,13 @@ def test_what_the_fork_raises_is_raised_with_its_cause():
         result()
 
 
-def test_a_killed_fork_is_a_line():
+def test_a_killed_fork_is_reported_in_one_line():
     says = pytest.raises(RuntimeError, match="compiling verify ended with exit code -9")
     with forked(lambda: os.kill(os.getpid(), signal.SIGKILL), "compiling verify") as result, says:
         result()
 
 
-def test_a_fork_ends_with_its_context():
+def test_a_forked_process_ends_with_its_context():
     with pytest.raises(KeyboardInterrupt), forked(lambda: time.sleep(600), "work"):
         (process,) = active_children()
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""ExecuTorch's recipes, fitted: what is quantized to what, and what is refused before any weight is read."""
+"""ExecuTorch's recipes, fitted to a model, quantize the right weights, and refuse others before any weight is read."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from eagle3.targets.gemma4 import skeleton
 
 
 @pytest.mark.parametrize("name", ["default", "sensitive"])
-def test_for_gemma4_31b_the_fitted_recipe_is_executorchs_own(name):
+def test_the_recipe_fitted_to_gemma4_31b_is_executorchs_own(name):
     config = gemma4_config(60)
     names = list(skeleton(config, 64).model.state_dict())
     fitted = fitted_recipe(name, config)
@@ -40,7 +40,7 @@ def recipe():
     return fitted_recipe("default", LlamaConfig(hidden_size=256, num_hidden_layers=1))
 
 
-def test_a_tied_head_is_quantized_apart_from_the_embedding():
+def test_a_tied_lm_head_is_quantized_separately_from_the_embedding():
     model = Tied()
     model.lm_head.weight = model.embed_tokens.weight
     quantize(model, recipe())
@@ -49,8 +49,8 @@ def test_a_tied_head_is_quantized_apart_from_the_embedding():
     assert type(model.fc_norm[0].weight.data) is torch.Tensor  # no matrix, whatever its name
 
 
-def test_a_table_of_another_name_is_looked_up_in_8_bits():
-    """CUDA looks up no INT4: that is for an xPress's and a DSpark's table of tokens."""
+def test_an_embedding_of_another_name_is_quantized_to_8_bits():
+    """CUDA has no INT4 embedding; this concerns the token tables of xPress and DSpark."""
     model = Tied()
     model.markov_w1 = nn.Embedding(8, 64, dtype=torch.bfloat16)
     config = LlamaConfig(hidden_size=256, num_hidden_layers=1)
@@ -59,7 +59,7 @@ def test_a_table_of_another_name_is_looked_up_in_8_bits():
     assert model.markov_w1.weight.block_size == (1, 64)
 
 
-def test_what_another_model_owns_stays_as_it_is():
+def test_modules_shared_with_another_model_are_not_quantized():
     target = Tied()
     draft = Tied(target.embed_tokens)
     quantize(draft, recipe(), spare=target.parameters())

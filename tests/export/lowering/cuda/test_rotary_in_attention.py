@@ -1,5 +1,5 @@
-"""Norms, RoPE and cache writes fused into the launch of their attention: the kernel's numbers by the interpreter, each
-program by itself, and the patterns that are found in a traced graph."""
+"""Norms, RoPE and cache writes are fused into the launch of their attention: the kernel is right in the interpreter
+with each program alone, and the patterns are found in traced graphs."""
 
 from copy import deepcopy
 from unittest.mock import patch
@@ -35,8 +35,8 @@ CLOSE = {"atol": 3e-2, "rtol": 2e-2}  # bfloat16, rounded in fewer places
 
 
 class Alone:
-    """Runs the programs of a launch, each with nothing that another has written; ``keys`` and ``values`` are what they
-    have written together."""
+    """Runs the programs of a launch, each without the writes of the others; ``keys`` and ``values`` are all their
+    writes."""
 
     def __init__(self, product: Tensor, keys: Tensor, values: Tensor, *rest, keys_a_block: int = 16, scales=()):
         first, last, scale, longest, *made = rest
@@ -96,10 +96,10 @@ ONCE = pytest.mark.races(("forward",))  # ``Alone`` changes memory between the p
     bias=some.booleans(),
     plus=some.sampled_from([0.0, 1.0]),
 )
-def test_each_program_writes_what_it_reads(
+def test_each_program_of_fused_attention_is_independent_of_the_others_writes(
     rows, first, kv_heads, groups, width, window, norms, keys_a_block, slots, **more
 ):
-    """No program needs another's write: what it attends to is right; together they write the new rows, no others."""
+    """No program depends on another's writes; together they write exactly the new rows."""
     first = first if window else first % (slots - 16)
     given_now = made(rows, first, kv_heads, groups, width, window, norms, slots, **more)
     found, expected = Alone(*given_now, keys_a_block=keys_a_block), reference(*given_now)
@@ -113,7 +113,7 @@ def test_each_program_writes_what_it_reads(
 
 @ONCE
 @pytest.mark.parametrize(("rows", "groups", "width"), [(1, 3, 24), (8, 8, 16), (16, 1, 64)])
-def test_each_program_writes_the_codes_that_it_reads(rows, groups, width):
+def test_each_program_of_fused_int8_attention_is_independent_of_the_others_writes(rows, groups, width):
     given_now = list(made(rows, 40, 2, groups, width, 0, True))
     given_now[1:3], scales = zip(*map(int8_codes, given_now[1:3]), strict=True)
     found, expected = Alone(*given_now, scales=scales), reference(*given_now, scales=scales)
@@ -129,7 +129,7 @@ def test_each_program_writes_the_codes_that_it_reads(rows, groups, width):
 
 
 @ONCE
-def test_a_row_has_the_same_bits_with_any_number_of_rows():
+def test_a_row_of_fused_attention_has_the_same_bits_with_any_number_of_rows():
     most = Alone(*made(16, 120, 2, 2, 24, WINDOW, True))
     for rows in (1, 7):
         found = Alone(*made(rows, 120, 2, 2, 24, WINDOW, True))
@@ -159,7 +159,7 @@ ROTATIONS = {
 
 
 class NormOfAll(LlamaRMSNorm):
-    """A norm over all heads, as OLMo 2's."""
+    """A norm over all heads, as in OLMo 2."""
 
     def __init__(self, width: int, eps: float):
         super().__init__(2 * width, eps)
@@ -170,7 +170,7 @@ class NormOfAll(LlamaRMSNorm):
 
 
 class Layers(nn.Module):
-    """Attention twice over one cache, at the rows' positions and behind them."""
+    """Two attentions on one cache, at the rows' positions and after them."""
 
     def __init__(self, norm=None, swapped=False, window=0, bias=False, rotation="whole", norm_last=False, int8=False):
         super().__init__()
@@ -212,8 +212,8 @@ class Layers(nn.Module):
 
 
 def fused_and_left(module: nn.Module, most: int) -> tuple[int, int]:
-    """Compare a traced module's numbers with the eager ones. Return how many of its attentions take a matmul's output
-    and how many cache writes are left."""
+    """Compare a traced module's numbers with the eager ones. Returns the number of attentions that take a matmul's
+    output, and of remaining cache writes."""
     torch.manual_seed(1)
     eager, shortest = deepcopy(module), 20 if most > 16 else 1
     rows = Dim("rows", min=shortest, max=most)
@@ -236,19 +236,19 @@ def fused_and_left(module: nn.Module, most: int) -> tuple[int, int]:
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("norm", [None, nn.RMSNorm, LlamaRMSNorm, Gemma3RMSNorm, Gemma4RMSNorm])
-def test_what_is_between_a_product_and_its_attention_is_found(norm, swapped, window):
+def test_norms_rope_and_writes_between_a_product_and_its_attention_are_fused(norm, swapped, window):
     assert fused_and_left(Layers(norm, swapped, window), most=8) == (2, 0)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("rotation", ROTATIONS)
-def test_rotary_embeddings_are_found_of_heads_with_a_bias(rotation, swapped):
+def test_rotary_embeddings_of_heads_with_a_bias_are_fused(rotation, swapped):
     assert fused_and_left(Layers(LlamaRMSNorm, swapped, bias=True, rotation=rotation), most=8) == (2, 0)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("norm", [None, Gemma4RMSNorm])
-def test_writes_into_a_cache_of_codes_are_found(norm, swapped):
+def test_writes_into_an_int8_cache_are_fused(norm, swapped):
     assert fused_and_left(Layers(norm, swapped, int8=True), most=8) == (2, 0)
     assert fused_and_left(Layers(norm, swapped, int8=True), most=40) == (0, 8)
 
@@ -257,5 +257,5 @@ OTHERWISE = {"norm of all heads": {"norm": NormOfAll}, "norm last": {"norm": Lla
 
 
 @pytest.mark.parametrize("other", [*OTHERWISE.values(), {}], ids=[*OTHERWISE, "prefill"])
-def test_what_is_computed_otherwise_stays(other):
+def test_attention_with_other_operations_is_not_fused(other):
     assert fused_and_left(Layers(**other), most=8 if other else 40) == (0, 4)

@@ -1,4 +1,4 @@
-"""The kernels of few rows against plain PyTorch, run by Triton's interpreter; what they compile to, with no GPU."""
+"""The small-M kernels equal plain PyTorch in Triton's interpreter, and their compiled code is checked without a GPU."""
 
 from dataclasses import replace
 
@@ -51,8 +51,8 @@ def int4_reference(x: Tensor, *weight: Tensor) -> Tensor:
 
 
 def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
-    """Assert the product within a rounding to bf16 and the errors of float32, which go with |x| and the full range of a
-    row's codes."""
+    """Assert that the product is right up to rounding to bf16 and the errors of float32, which are proportional to |x|
+    and the full range of a row's codes."""
     if len(weight) == 5:
         expected = int4_reference(x.float(), *weight)
         span = 15 * (weight[1].float().amax(1) * weight[2].float().amax(1))  # [N]
@@ -67,34 +67,34 @@ def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
 
 
 @pytest.mark.parametrize("m", [*range(1, 17), 17, 40])
-def test_every_number_of_rows_is_right(m):
+def test_the_small_m_kernels_are_right_for_every_number_of_rows(m):
     x = activations(m, 512)
     for op, weight in ((int4, int4_weight(33, 512)), (int8, int8_weight(33, 512, 32))):
         assert_right(op(x, *weight), x, weight)
 
 
 @pytest.mark.parametrize("n", [1, 7, 33, 63, 64, 65, 129])
-def test_any_number_of_outputs_is_right(n):
+def test_the_small_m_kernels_are_right_for_any_number_of_outputs(n):
     x = activations(3, 256)
     for op, weight in ((int4, int4_weight(n, 256)), (int8, int8_weight(n, 256, 64))):
         assert_right(op(x, *weight), x, weight)
 
 
 @pytest.mark.parametrize("shape", GEMMA_LINEARS.values(), ids=GEMMA_LINEARS)
-def test_gemma_linears_are_right(shape):
+def test_the_small_m_kernels_are_right_for_gemma_linears(shape):
     x, weight = activations(5, shape[1]), int4_weight(*shape)
     assert_right(int4(x, *weight), x, weight)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
-def test_any_division_of_k_is_right(parts):
+def test_the_small_m_kernels_are_right_for_any_split_of_k(parts):
     x = activations(3, 1280)
     for op, weight in ((int4, int4_weight(20, 1280)), (int8, int8_weight(20, 1280, 32))):
         assert_right(op(x, *weight, parts=parts), x, weight)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
-def test_int4_groups_are_right(group):
+def test_the_small_m_int4_kernel_is_right_for_any_group_size(group):
     x, weight = activations(2, 768), int4_weight(40, 768, group)
     assert_right(int4(x, *weight), x, weight)
 
@@ -102,7 +102,7 @@ def test_int4_groups_are_right(group):
 @pytest.mark.parametrize(
     ("k", "group"), [(256, 32), (512, 512), (768, 256), (384, 128), (288, 96), (96, 48), (80, 16), (5376, 5376)]
 )
-def test_int8_groups_and_ends_of_k_are_right(k, group):
+def test_the_small_m_int8_kernel_is_right_for_any_group_and_k(k, group):
     for m in (3, 12):
         x, weight = activations(m, k), int8_weight(20, k, group)
         assert_right(int8(x, *weight), x, weight)
@@ -111,7 +111,7 @@ def test_int8_groups_and_ends_of_k_are_right(k, group):
 @pytest.mark.parametrize("q", [0x00, 0xFF, 0x0F, 0xF0])
 @pytest.mark.parametrize("zero", [0, 255])
 @pytest.mark.parametrize("scale", [0, 255])
-def test_int4_codes_at_their_ends_are_right(q, zero, scale):
+def test_the_small_m_int4_kernel_is_right_for_extreme_codes(q, zero, scale):
     x, weight = activations(9, 256), int4_weight(8, 256)
     for tensor, value in zip((weight[0], weight[1], weight[3]), (q, scale, zero), strict=True):
         tensor.fill_(value)
@@ -122,7 +122,7 @@ def test_int4_codes_at_their_ends_are_right(q, zero, scale):
 
 @pytest.mark.parametrize("q", [-128, 127])
 @pytest.mark.parametrize("zero", [-128, 0, 127])
-def test_int8_codes_at_their_ends_are_right(q, zero):
+def test_the_small_m_int8_kernel_is_right_for_extreme_codes(q, zero):
     x, weight = activations(9, 256), int8_weight(8, 256, 32)
     weight[0].fill_(q)
     weight[2].fill_(zero)
@@ -135,7 +135,7 @@ def coalesced(weight: tuple[Tensor, ...]) -> CudaCoalescedInt4Tensor:
 
 
 @pytest.mark.parametrize(("n", "k", "group"), [(24, 512, 32), (128, 256, 64), (130, 768, 128), (300, 256, 256)])
-def test_int4_is_executorchs_own_weight_laid_out_anew(n, k, group):
+def test_the_int4_layout_holds_the_values_of_executorchs_own_weight(n, k, group):
     weight = int4_weight(n, k, group)
     tensor, tiled = coalesced(weight), laid_out(coalesced(weight))
     assert tiled.qdata is weight[0]
@@ -148,7 +148,7 @@ def test_int4_is_executorchs_own_weight_laid_out_anew(n, k, group):
     torch.testing.assert_close(int4_reference(torch.eye(k), *weight).T, tensor.dequantize(torch.float32))
 
 
-def test_several_int4_weights_of_one_input_make_one(tmp_path):
+def test_several_int4_weights_with_one_input_are_joined(tmp_path):
     weights = [int4_weight(n, 512) for n in (128, 40, 100)]
     both = concatenated([laid_out(coalesced(weight)) for weight in weights], tmp_path)
     assert torch.equal(both.dequantize(), torch.cat([coalesced(weight).dequantize() for weight in weights]))
@@ -163,7 +163,7 @@ def test_several_int4_weights_of_one_input_make_one(tmp_path):
         concatenated([both, laid_out(coalesced(weights[0]))], tmp_path)
 
 
-def test_int8_is_torchaos_own_weight():
+def test_the_int8_layout_holds_the_values_of_torchaos_own_weight():
     from torchao.quantization import IntxUnpackedToInt8Tensor
 
     tensor = IntxUnpackedToInt8Tensor.from_hp(torch.randn(24, 512).bfloat16(), (1, 32), torch.int8)
@@ -173,7 +173,7 @@ def test_int8_is_torchaos_own_weight():
 
 
 class Kept:
-    """A kernel that keeps the partial sums that it was last given to write to."""
+    """A kernel that keeps the partial sums of its last launch."""
 
     def __init__(self, kernel):
         self.kernel, self.parts = kernel, None
@@ -187,7 +187,8 @@ class Kept:
 
 
 def sums_of(x: Tensor, weight: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The output [M, N] and the float32 sums [2, M, N] over the halves of K that it was added and rounded from."""
+    """Return the output [M, N] and the float32 sums [2, M, N] over the halves of K, from which the output is added and
+    rounded."""
     with interpreted(sums, small_m, kernel4):
         if len(weight) == 5:
             kernel, arguments = Kept(kernel4.int4_small_m_kernel), ([weight[0]], *kernel4.tiled(*weight[1:]))
@@ -203,7 +204,7 @@ def sums_of(x: Tensor, weight: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     [int4_weight(20, 1024), int8_weight(20, 1024, 32), int8_weight(20, 768, 768)],
     ids=["int4", "int8", "int8_per_row"],
 )
-def test_a_row_has_the_same_bits_in_every_call(weight):
+def test_a_row_of_the_small_m_kernels_has_the_same_bits_in_every_call(weight):
     # Eighths up to 4: sums within a group are exact, so that numpy's order of them says nothing; all others round.
     k = weight[0].shape[1] * (2 if len(weight) == 5 else 1)
     x = torch.randint(-32, 33, (18, k)).bfloat16() / 8
@@ -231,7 +232,7 @@ def test_few_outputs_are_split_along_k_and_a_vocabulary_is_not():
     assert sums.division(262144, 21, 128) == (0, 1)
 
 
-def test_as_many_tiles_as_the_gpu_runs_at_a_time_are_whole_and_the_rest_is_divided():
+def test_as_many_tiles_as_run_at_a_time_are_whole_and_the_rest_is_split_along_k():
     assert sums.division(2 * 21504, 21, 128) == (264, 3)  # 216 programs share 72 tiles
     with sums.made_for(108, True):
         assert sums.division(2 * 21504, 21, 128) == (216, 3)
@@ -241,8 +242,8 @@ def test_as_many_tiles_as_the_gpu_runs_at_a_time_are_whole_and_the_rest_is_divid
 
 
 @pytest.mark.parametrize(("outputs", "whole"), [([40960], 264), ([20480] * 2, 264), ([40000], 0), ([13696] * 3, 0)])
-def test_weights_whose_program_would_take_more_registers_have_no_whole_tiles(outputs, whole):
-    """One program of three weights, or of a tile that is not full, fits on a multiprocessor."""
+def test_weights_whose_programs_need_more_registers_have_no_whole_tiles(outputs, whole):
+    """Only one program with three weights, or with a partial tile, fits on a multiprocessor."""
     qdata = [torch.empty(each, 512, dtype=torch.uint8, device="meta") for each in outputs]
     codes = torch.empty(sum(-(-each // 128) for each in outputs), device="meta")
     divided, _ = kernel4.small_m_run(None, torch.empty(4, 1024, device="meta"), qdata, codes, None, None, 32)
@@ -264,7 +265,7 @@ class Linears(torch.nn.Module):
         )
 
 
-def test_an_exported_program_keeps_the_ops_whole_and_their_rows_dynamic():
+def test_exported_small_m_products_stay_single_ops_with_dynamic_rows():
     model = Linears()
     rows = torch.export.Dim("rows", min=1, max=64)
     program = torch.export.export(model, (activations(4, 512),), dynamic_shapes=({0: rows},))
@@ -277,14 +278,14 @@ def test_an_exported_program_keeps_the_ops_whole_and_their_rows_dynamic():
             assert torch.equal(each.module()(x), model(x))
 
 
-def test_on_the_host_the_ops_are_the_references():
+def test_on_the_host_the_small_m_ops_are_the_references():
     x, four, eight, arrived = activations(3, 256), int4_weight(8, 256), int8_weight(8, 256, 256), sums.counters()
     tiled = kernel4.tiled(*four[1:])
     assert torch.equal(kernel4.int4_small_m(x, [four[0]], *tiled, arrived), int4_reference(x, *four))
     assert torch.equal(small_m.int8_small_m(x, *eight, arrived), small_m.int8_reference(x, *eight))
 
 
-def test_shapes_that_do_not_agree_are_named():
+def test_mismatched_shapes_of_the_small_m_kernels_are_refused_by_name():
     x, four, eight, arrived = activations(3, 256), int4_weight(8, 256), int8_weight(8, 256, 32), sums.counters()
     codes, steps = kernel4.tiled(*four[1:])
     with pytest.raises(ValueError, match="x has K = 128, qdata 256"):
@@ -310,7 +311,7 @@ INT8_HEAD |= {"BLOCK_N": small_m.INT8.n, "STAGES": small_m.INT8.stages}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_int4_takes_2_7_instructions_a_weight_and_two_programs_fit(arch, tmp_path):
+def test_the_small_m_int4_kernel_takes_2_7_instructions_per_weight_and_two_programs_fit(arch, tmp_path):
     kernel, constants = kernel4.int4_small_m_kernel, INT4_DOWN | {"BLOCK_M": 8}
     assert_two_programs_fit(kernel, INT4_TYPES, constants, arch, tmp_path)
     found = usage(kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
@@ -321,7 +322,7 @@ def test_int4_takes_2_7_instructions_a_weight_and_two_programs_fit(arch, tmp_pat
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
-def test_int4_for_16_rows_keeps_everything_in_registers(arch, tmp_path):
+def test_the_small_m_int4_kernel_does_not_spill_with_16_rows(arch, tmp_path):
     outputs = kernel4.OUTPUTS[16]
     constants = INT4_DOWN | {"BLOCK_M": 16, "BLOCK_N": outputs}
     found = usage(kernel4.int4_small_m_kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
@@ -330,7 +331,7 @@ def test_int4_for_16_rows_keeps_everything_in_registers(arch, tmp_path):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_two_programs_of_int8_fit_on_a_multiprocessor(arch, tmp_path):
+def test_two_programs_of_the_small_m_int8_kernel_fit_on_a_multiprocessor(arch, tmp_path):
     kernel = small_m._int8_small_m_kernel
     assert_two_programs_fit(kernel, INT8_TYPES, INT8_HEAD | {"BLOCK_M": 8}, arch, tmp_path)
     if arch == 80:

@@ -1,5 +1,5 @@
-"""A target is quantized as it is read: the same weights as when it is quantized whole, and never whole in memory. What
-becomes of large tensors lies in files."""
+"""A target is quantized while it is read, with the weights of a quantization of the whole model, which is never in
+memory as a whole. Large results are kept in files."""
 
 import os
 import re
@@ -33,8 +33,8 @@ TIED = "qwen3-4B"
 
 
 class Checkpoint:
-    """The tensors of a model one by one, each in memory of its own; ``live`` counts the bytes of the matrices that are
-    still there, ``most`` is the largest that it was."""
+    """The tensors of a model one by one, each in memory of its own. ``live`` is the number of bytes of living matrices,
+    ``most`` its maximum."""
 
     def __init__(self, model: torch.nn.Module):
         self.tied = model.config.tie_word_embeddings
@@ -78,7 +78,7 @@ def conversion(name: str, config) -> CudaWeights:
 
 
 @pytest.mark.parametrize("name", ["llama3.1-8B", TIED, "gemma4-31B"])
-def test_weights_are_bit_for_bit_those_of_a_model_quantized_whole(name, monkeypatch):
+def test_streamed_quantization_gives_the_weights_of_a_whole_model_bit_for_bit(name, monkeypatch):
     given, config = checkpoint(name)
     whole = loaded(name, given, config)
     quantize(whole, fitted_recipe("default", config))
@@ -100,7 +100,7 @@ def test_weights_are_bit_for_bit_those_of_a_model_quantized_whole(name, monkeypa
 
 
 @pytest.mark.parametrize("name", ["llama3.1-8B", TIED])
-def test_no_more_than_two_unquantized_matrices_are_in_memory(name):
+def test_at_most_two_unquantized_matrices_are_in_memory(name):
     given, config = checkpoint(name)
     target = loaded(name, given, config, conversion(name, config))
     assert given.live == 0  # and the model holds none of them
@@ -109,7 +109,7 @@ def test_no_more_than_two_unquantized_matrices_are_in_memory(name):
     assert isinstance(target.causal_lm.lm_head.weight, TorchAOBaseTensor)
 
 
-def test_a_model_that_is_not_quantized_holds_them_all():
+def test_an_unquantized_model_has_all_matrices_in_memory():
     given, config = checkpoint(TIED)
     target = loaded(TIED, given, config)
     assert given.live == given.most == sum(given.sizes)
@@ -135,7 +135,7 @@ def parts(weight: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @pytest.mark.parametrize("name", ["llama3.1-8B", TIED])
-def test_what_becomes_of_large_tensors_lies_in_files_without_a_name(name, kind, tmp_path, monkeypatch):
+def test_large_quantized_tensors_are_kept_in_unnamed_files(name, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "LARGE", large := 4096)
     made, dtype = CONVERSIONS[kind]
     given, config = checkpoint(name)
@@ -163,7 +163,7 @@ def test_what_becomes_of_large_tensors_lies_in_files_without_a_name(name, kind, 
 
 
 def mapped_from(folder: Path) -> int:
-    """Return the bytes of this process's memory that lie in files in ``folder``, deleted ones too."""
+    """Return the bytes of this process's memory that are mapped from files in ``folder``, including deleted ones."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [re.match(r"(\w+)-(\w+) ", line) for line in lines if str(folder) in line]
     return sum(int(found[2], 16) - int(found[1], 16) for found in ranges)
@@ -182,7 +182,7 @@ def test_a_full_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "flags"), [("xnnpack", {}), ("cuda", {"cuda_arch": "sm_90", "qlinear": "default"})]
 )
-def test_weights_lie_in_files_from_a_third_of_the_free_memory_on(backend, flags, tmp_path, monkeypatch):
+def test_weights_are_kept_in_files_from_a_third_of_the_free_memory_on(backend, flags, tmp_path, monkeypatch):
     if backend == "cuda" and torch.cuda.is_available():
         flags = {"qlinear": "default"}
     plan = make_plan(ExportConfig("gemma4-tiny", tmp_path / "out", backend=backend, **flags))

@@ -1,4 +1,4 @@
-"""Decomposing node by node gives the program that PyTorch gives, or leaves it to PyTorch."""
+"""Decomposing node by node gives PyTorch's program, or leaves the decomposition to PyTorch."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ ASSERTS = (ATEN._assert_scalar.default, ATEN._assert_tensor_metadata.default)
 
 
 def table() -> dict:
-    """ExecuTorch's, as XNNPACK's partitioner leaves it."""
+    """Return ExecuTorch's decomposition table, as XNNPACK's partitioner leaves it."""
     decompositions = torch.export.default_decompositions()
     for kept in (ATEN.linear.default, ATEN.silu.default, ATEN.outer.default):
         decompositions.pop(kept, None)
@@ -28,7 +28,7 @@ def table() -> dict:
 
 
 def traced(model: nn.Module, *given: torch.Tensor) -> ExportedProgram:
-    """Export with any number of rows, the first dimension."""
+    """Export with a dynamic first dimension, the rows."""
     rows = Dim("rows", min=2, max=16)
     model = model.eval().requires_grad_(False)
     with torch.no_grad():
@@ -36,8 +36,8 @@ def traced(model: nn.Module, *given: torch.Tensor) -> ExportedProgram:
 
 
 def described(program: ExportedProgram) -> tuple:
-    """Everything of a program but names: what each node computes from which, of what shape, which nodes share an
-    ancestor, inputs, outputs, weights."""
+    """Return everything of a program but names: each node's operator, inputs and shape, the nodes that share an
+    ancestor, and the program's inputs, outputs and weights."""
     nodes = [node for node in program.graph.nodes if node.target not in ASSERTS]
     number = {node: place for place, node in enumerate(nodes)}
     ancestors: dict[str, int] = {}
@@ -74,8 +74,8 @@ def same(found: tuple, wanted: tuple) -> bool:
 
 
 class Composites(nn.Module):
-    """Operators that decompose, to one node, to several, to none, to what has several results, to one that stays; sizes
-    that are computed twice."""
+    """Operators that decompose to one node, to several, to none, to a node with several results, and one that stays;
+    and sizes that are computed twice."""
 
     def forward(self, x):
         halves = x.unflatten(1, (2, 4)).flatten(0, 1)
@@ -89,7 +89,8 @@ class Composites(nn.Module):
 
 
 class Caches(nn.Module):
-    """Buffers that change, some twice, read whole and by views from before the change and after it."""
+    """Buffers that change, some of them twice, and are read whole and through views from before and after the
+    change."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +111,7 @@ class Caches(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Values that change in place, with views from before the change and after it."""
+    """Values that change in place, with views from before and after the change."""
 
     def forward(self, x):
         y = x * 3
@@ -122,7 +123,7 @@ class InPlace(nn.Module):
 
 
 class Linears(nn.Module):
-    """Quantized linears, with a bias and without, in modules that come in another order than their buffers."""
+    """Quantized linears with and without a bias, in modules whose order differs from that of their buffers."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +149,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_program_is_that_of_pytorch(name):
+def test_decomposing_node_by_node_gives_pytorchs_program(name):
     model, *given = CASES[name]
     program = traced(model(), *given)
     found = decomposed(program, table())
@@ -230,7 +231,7 @@ LEFT = (
 
 
 @pytest.mark.parametrize("model", LEFT)
-def test_what_only_a_trace_of_the_whole_handles_is_left_to_pytorch(model):
+def test_programs_that_need_a_whole_trace_are_left_to_pytorch(model):
     program = traced(model(), torch.randn(5, 8))
     assert decomposed(program, table()) is None
     assert program.run_decompositions(table()) is not None  # it is a program that PyTorch takes

@@ -1,4 +1,4 @@
-"""The steps that we leave out of ExecuTorch's lowering to save time change no bit of the program."""
+"""The steps that an export skips in ExecuTorch's lowering to save time change no bit of the program."""
 
 from contextlib import nullcontext
 from typing import final
@@ -27,8 +27,8 @@ ROWS = Dim("rows", min=1, max=16)
 
 
 class Attention(nn.Module):
-    """A module of what our methods are made of, and passes look for: caches, views, casts, masks, scalars, an
-    activation behind a linear, a concatenation of many, two types in one sum."""
+    """A module with the operations of our methods and of the passes: caches, views, casts, masks, scalars, an
+    activation after a linear, a long concatenation, a sum of two dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ def programs(recipe: Recipe) -> dict[str, torch.export.ExportedProgram]:
 
 
 @pytest.mark.parametrize("recipe", [Recipe("none", "none", 0), Recipe("8da4w", "none", 32)])
-def test_the_program_is_the_same_without_any_shortcut(monkeypatch, recipe):
+def test_the_lowered_program_is_the_same_without_any_shortcut(monkeypatch, recipe):
     found = lowering.lower(programs(recipe), {}).buffer
     for name in ("repeated_alone", "code_on_call", "collected_rarely"):
         monkeypatch.setattr(lowering, name, lambda **_: nullcontext())
@@ -73,7 +73,7 @@ def test_the_program_is_the_same_without_any_shortcut(monkeypatch, recipe):
     assert lowering.lower(programs(recipe), {}).buffer == found
 
 
-def test_a_weight_of_two_methods_is_packed_once(monkeypatch):
+def test_a_weight_shared_by_two_methods_is_packed_once(monkeypatch):
     packed = []
     naming = weight_names.original(weight_names.NAMING)
 
@@ -88,7 +88,7 @@ def test_a_weight_of_two_methods_is_packed_once(monkeypatch):
 
 
 class Related(nn.Module):
-    """Linears of the same scales and other codes, and of the same codes, in the same memory, and other scales."""
+    """Linears with equal scales and different codes, and with equal codes in the same memory and different scales."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class Related(nn.Module):
         return self.first(x) + self.turned(x) * self.doubled(x)
 
 
-def test_related_weights_are_packed_each_for_itself(monkeypatch):
+def test_weights_with_equal_codes_or_scales_are_packed_separately(monkeypatch):
     model, x = Related(), torch.randn(1, 3, 64)
     assert torch.equal(model.first.weight.scale, model.turned.weight.scale)
     found = lowering.lower({"forward": torch.export.export(model, (x,), strict=False)}, {}).buffer
@@ -118,7 +118,7 @@ def test_related_weights_are_packed_each_for_itself(monkeypatch):
 
 @final
 class TakesEverything(BackendDetails):
-    """A delegate of a whole program, with the buffers that it changes, as CUDA's is."""
+    """A backend that delegates a whole program with the buffers that it changes, as CUDA's does."""
 
     @staticmethod
     def preprocess(_program, _specs) -> PreprocessResult:
@@ -126,7 +126,7 @@ class TakesEverything(BackendDetails):
 
 
 class Running(nn.Module):
-    """Two sums that go on from call to call, and three outputs."""
+    """Two running sums that persist between calls, and three outputs."""
 
     def __init__(self):
         super().__init__()
@@ -169,7 +169,7 @@ def shapes(graph_module: torch.fx.GraphModule) -> list[list[int]]:
     return [list(node.meta["val"].shape) for node in graph_module.graph.nodes if node.op == "call_function"]
 
 
-def test_a_pass_that_changes_no_node_gives_the_graph_itself_and_one_that_does_another():
+def test_a_pass_without_changes_returns_the_same_graph_and_one_with_changes_a_new_graph():
     with replays.repeated_alone(decompose_by_node=True):
         graph_module = decomposed(Sum(), torch.ones(2), torch.ones(2))
         assert RemoveMixedTypeOperators()(graph_module).graph_module is graph_module
@@ -179,7 +179,7 @@ def test_a_pass_that_changes_no_node_gives_the_graph_itself_and_one_that_does_an
     assert [node.target for node in found.graph.nodes].count(torch.ops.aten._to_copy.default) == 1
 
 
-def test_a_node_that_a_pass_has_edited_in_place_is_computed_anew_and_what_comes_after_it():
+def test_a_node_edited_in_place_and_its_successors_are_computed_again():
     with replays.repeated_alone(decompose_by_node=True):
         graph_module = decomposed(Joined(), torch.ones(2))
         (cat,) = (node for node in graph_module.graph.nodes if node.target is torch.ops.aten.cat.default)
@@ -189,7 +189,7 @@ def test_a_node_that_a_pass_has_edited_in_place_is_computed_anew_and_what_comes_
         assert ScalarToTensorPass()(found).graph_module is found
 
 
-def test_values_are_kept_where_a_pass_repeats_what_they_were_computed_by(monkeypatch):
+def test_values_are_reused_if_a_pass_repeats_their_computation(monkeypatch):
     monkeypatch.setattr(replays, "_is_alike", lambda *_: False)
     with replays.repeated_alone(decompose_by_node=True):
         graph_module = decomposed(Joined(), torch.ones(2))
@@ -199,7 +199,7 @@ def test_values_are_kept_where_a_pass_repeats_what_they_were_computed_by(monkeyp
     assert [node.target for node in found.graph.nodes] != [node.target for node in graph_module.graph.nodes]
 
 
-def test_a_graphs_code_is_made_when_it_is_called_and_again_after_a_change():
+def test_a_graphs_code_is_generated_at_its_first_call_and_after_each_change():
     with code_on_call():
         graph_module = decomposed(Joined(), torch.ones(2))
         assert torch.equal(graph_module(torch.zeros(2))[0], torch.ones(4))

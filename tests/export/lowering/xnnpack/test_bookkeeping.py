@@ -1,4 +1,4 @@
-"""The facts that an export keeps once while it traces and lowers are those that PyTorch and ExecuTorch would have."""
+"""Facts that an export caches while it traces and lowers equal those that PyTorch and ExecuTorch would compute."""
 
 import subprocess
 import sys
@@ -12,13 +12,13 @@ from torch._export import utils
 from eagle3.export.lowering.xnnpack.bookkeeping import LibYaml, kept_once
 
 
-def test_the_table_of_operators_is_the_same():
+def test_libyaml_reads_the_same_table_of_operators():
     text = (resources.files(edge) / "edge.yaml").read_text(encoding="utf-8")
     read = LibYaml(typ="safe").load(text)
     assert read == YAML(typ="safe").load(text) and len(read) > 100
 
 
-def test_a_compiler_is_imported_with_it_and_ruamel_is_put_back():
+def test_executorch_is_imported_with_libyaml_and_ruamel_is_restored():
     code = """
 import sys
 from eagle3.export.lowering.xnnpack.bookkeeping import LibYaml, tables_read_by_libyaml
@@ -33,19 +33,19 @@ with tables_read_by_libyaml():
 
 
 def told(source) -> tuple:
-    """A node's history without the graphs' addresses."""
+    """Return a node's history without the addresses of graphs."""
     return source.name, source.target, source.pass_name, source.action, tuple(map(told, source.from_node))
 
 
 def decomposed() -> tuple[list[tuple], list]:
-    """The histories of a program's nodes behind two decompositions, and the nodes."""
+    """Return the histories of a program's nodes after two decompositions, and the nodes."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 2))
     program = torch.export.export(model, (torch.ones(3, 4),), strict=False)
     nodes = list(program.run_decompositions().run_decompositions().graph.nodes)
     return [tuple(map(told, node.meta.get("from_node", ()))) for node in nodes], nodes
 
 
-def test_a_nodes_history_is_the_same_and_shared():
+def test_cached_node_histories_are_equal_and_shared():
     alone, apart = decomposed()
     with kept_once():
         kept, nodes = decomposed()
@@ -59,7 +59,7 @@ def test_a_nodes_history_is_the_same_and_shared():
     assert any(node.stack_trace for node in apart) and not any(node.stack_trace for node in nodes)
 
 
-def test_composites_are_the_same_and_looked_up_once(monkeypatch):
+def test_composite_operators_are_the_same_and_looked_up_once(monkeypatch):
     asked, ask = [], torch._C._dispatch_get_registrations_for_dispatch_key
     monkeypatch.setattr(
         torch._C, "_dispatch_get_registrations_for_dispatch_key", lambda key: asked.append(key) or ask(key)

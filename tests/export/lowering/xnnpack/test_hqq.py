@@ -27,7 +27,7 @@ def assert_same(weight, group, bits):
     "rows, width, group",
     [(1, 32, 32), (3, 96, 32), (97, 2560, 32), (13, 2560, 2560), (102, 2560, 64), (26, 9728, 9728), (7, 65536, 65536)],
 )
-def test_codes_and_scales_are_torchaos(rows, width, group, dtype, bits):
+def test_hqq_codes_and_scales_equal_torchaos(rows, width, group, dtype, bits):
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(rows, width, generator=generator) * 0.02
     weight[: rows // 2] *= torch.rand(rows // 2, 1, generator=generator) ** 8
@@ -35,8 +35,8 @@ def test_codes_and_scales_are_torchaos(rows, width, group, dtype, bits):
 
 
 @pytest.mark.parametrize("bits", BOUNDS)
-def test_degenerate_groups_are_torchaos(bits):
-    """Zeros, a single outlier, two values, subnormal and huge ones, what is no number, among groups that change."""
+def test_hqq_of_degenerate_groups_equals_torchaos(bits):
+    """The groups are zeros, a single outlier, two values, subnormal and huge values, and NaN, among ordinary groups."""
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
     weight[0], weight[1, 1:], weight[2] = 0, 0, 1e-42
     weight[3], weight[4, 64:], weight[5] = 3.0, -3.0, torch.tensor([1.0, -1.0]).repeat(64)
@@ -50,7 +50,7 @@ def test_degenerate_groups_are_torchaos(bits):
 
 
 @pytest.mark.parametrize("recipe, group", [("8da4w", 32), ("8da8w", 0)])
-def test_a_weight_of_several_chunks_is_quantized_by_it_and_as_torchao_would(monkeypatch, recipe, group):
+def test_hqq_of_a_weight_in_several_chunks_equals_torchaos(monkeypatch, recipe, group):
     linear = nn.Linear(2560, 2 * ELEMENTS // 2560 + 5, bias=False)
     asked, threads, search = [], torch.get_num_threads(), hqq.search_scales
     monkeypatch.setattr(hqq, "search_scales", lambda *given: asked.append(torch.get_num_threads()) or search(*given))

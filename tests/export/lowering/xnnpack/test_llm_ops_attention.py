@@ -1,4 +1,4 @@
-"""Attention on the CPU, lowered and run: softcaps and sinks as the eager reference has them, rings and rewrites too."""
+"""Lowered CPU attention equals the eager reference, with softcaps, sinks, ring buffers and positions written again."""
 
 from unittest.mock import patch
 
@@ -64,7 +64,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "heads"), CASES)
-def test_softcaps_and_sinks_are_those_of_the_eager_reference(kind, heads, tmp_path):
+def test_lowered_softcaps_and_sinks_equal_the_eager_reference(kind, heads, tmp_path):
     rows = Dim("rows", min=1, max=8)
     dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows})
     layer = Layer(cpu_attention, heads, *kind)
@@ -77,7 +77,7 @@ def test_softcaps_and_sinks_are_those_of_the_eager_reference(kind, heads, tmp_pa
 
 
 @pytest.mark.parametrize(("kind", "heads"), CASES)
-def test_a_row_at_a_time_from_the_first_position_on(kind, heads, tmp_path):
+def test_lowered_attention_is_right_for_single_rows_from_the_first_position_on(kind, heads, tmp_path):
     method = lowered(Layer(cpu_attention, heads, *kind), inputs(heads, 0, 1, 0), None, tmp_path / "layer.pte")
     eager = Layer(EagerAttention, heads, *kind)
     for position in range(SLOTS):
@@ -91,7 +91,7 @@ METHODS = {"row": (1, 1), "window": (2, 8), "chunk": (9, 20)}
 
 @pytest.fixture(scope="module")
 def three_methods(tmp_path_factory):
-    """One full layer as three methods over one cache."""
+    """One full-attention layer as three methods that share one cache."""
     layer, programs = Layer(cpu_attention, 16, 0, False, None, False), {}
     for name, (fewest, most) in METHODS.items():
         rows = Dim("rows", min=fewest, max=most) if fewest < most else None
@@ -112,7 +112,7 @@ WALKS = [
 
 @pytest.mark.parametrize("walk", WALKS, ids=["a chunk first", "a window first", "a row first"])
 def test_windows_and_chunks_and_single_rows_share_a_cache(walk, three_methods):
-    """Scores are large: a row that saw a later one, or an older window's, would be far off."""
+    """Scores are large, so that a row that attends to a later row, or to an older window's, would be far off."""
     program, eager = Runtime.get().load_program(three_methods), Layer(EagerAttention, 16, 0, False, None, False)
     methods = {name: program.load_method(name) for name in METHODS}
     for seed, (start, length) in enumerate(walk):
@@ -123,7 +123,7 @@ def test_windows_and_chunks_and_single_rows_share_a_cache(walk, three_methods):
 
 
 def operators(length: int, softcap: float | None = None, kv_heads: int = KV_HEADS) -> set[str]:
-    """Return which of the two ways a full layer computes ``length`` rows in."""
+    """Return the attention operators with which a full layer computes ``length`` rows."""
     layer = Layer(cpu_attention, 16, 0, False, softcap, False)
     layer.attention = cpu_attention(KVCacheShape(kv_heads, DIM, SLOTS, heads=16))
     query, _, _, positions = inputs(16, 0, length, 0)
@@ -132,7 +132,7 @@ def operators(length: int, softcap: float | None = None, kv_heads: int = KV_HEAD
     return {name for name in ("custom_sdpa", "used_slots") if any(name in target for target in targets)}
 
 
-def test_windows_are_products_over_the_used_slots_and_single_rows_and_chunks_are_the_ops():
+def test_verify_windows_are_products_and_single_rows_and_chunks_use_the_llm_ops():
     ways = [operators(length) for length in (1, 2, 16, 17)]
     assert ways == [{"custom_sdpa"}, {"used_slots"}, {"used_slots"}, {"custom_sdpa"}]
     assert operators(1, softcap=2.0) == {"used_slots"}
@@ -140,7 +140,7 @@ def test_windows_are_products_over_the_used_slots_and_single_rows_and_chunks_are
         assert operators(2) == {"custom_sdpa"}
 
 
-def test_a_cache_that_the_processors_hold_is_the_ops_alone(tmp_path):
+def test_a_cache_that_fits_into_the_processors_caches_uses_only_the_llm_ops(tmp_path):
     with patch.object(full_attention, "LEAST_BYTES", 2**20):
         layer, eager = (Layer(kind, 16, 0, False, None, False) for kind in (cpu_attention, EagerAttention))
         rows = Dim("rows", min=2, max=8)
@@ -151,8 +151,8 @@ def test_a_cache_that_the_processors_hold_is_the_ops_alone(tmp_path):
         torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
 
 
-def test_what_lies_in_a_cache_takes_no_memory_of_its_own(tmp_path):
-    """A program with a cache a hundred times as long plans as much for everything else."""
+def test_values_in_a_kv_cache_take_no_planned_memory_of_their_own(tmp_path):
+    """A program with a cache a hundred times as long plans the same memory for everything else."""
     planned_bytes = []
     for slots in (SLOTS, 100 * SLOTS):
         layer = Layer(cpu_attention, 4, 0, False, None, False)
@@ -180,7 +180,7 @@ BLOCKS = [
 
 
 class Drafting(nn.Module):
-    """Writes rows, and lets a block behind them attend to what is written and to itself."""
+    """Writes rows, and lets a block after them attend to the written rows and to itself."""
 
     def __init__(self, kind, heads: int, window: int, block: Block):
         super().__init__()
@@ -199,7 +199,7 @@ def drafted(heads: int, start: int, length: int, seed: int):
 
 @pytest.mark.parametrize(("heads", "window", "block"), BLOCKS)
 def test_a_block_attends_as_the_eager_reference_does(heads, window, block, tmp_path):
-    """Behind rows that were written, and written again where the block before was."""
+    """The block follows rows that were written, and rows written again over the previous block."""
     rows = Dim("rows", min=1, max=8)
     dynamic = ({1: rows}, {1: rows}, {0: rows}, None, None, None)
     layer = Drafting(cpu_attention, heads, window, block)
@@ -225,7 +225,7 @@ def test_a_block_attends_as_the_eager_reference_does(heads, window, block, tmp_p
             torch.testing.assert_close(found[0, row], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_heads_that_become_rows_are_those_that_share_keys():
+def test_heads_that_share_keys_are_computed_as_rows():
     query = torch.arange(24).reshape(1, 2, 4, 3)  # 2 rows of 4 heads, of which 0, 1 and 2, 3 share keys
     stacked = heads_as_rows(query, 2)
     assert stacked[0, :, 0].tolist() == [query[0, t, h].tolist() for t in range(2) for h in (0, 1)]
@@ -238,5 +238,5 @@ def test_the_heads_that_become_rows_are_those_that_share_keys():
     ("heads", "kv_heads", "together"),
     [(32, 8, 4), (64, 8, 8), (8, 4, 2), (4, 2, 1), (4, 1, 1), (16, 2, 4), (14, 2, 1), (8, 8, 1), (71, 1, 1)],
 )
-def test_four_heads_stay_at_least(heads, kv_heads, together):
+def test_merging_heads_into_rows_leaves_at_least_four_heads(heads, kv_heads, together):
     assert heads_together(heads, kv_heads) == together

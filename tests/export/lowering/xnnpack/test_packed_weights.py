@@ -1,4 +1,4 @@
-"""Methods of an artifact for the CPU hold one packed copy of a weight together."""
+"""The methods of an artifact for the CPU share one packed copy of each weight."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
-def test_this_executorch_has_the_option():
+def test_the_installed_executorch_has_the_option_of_shared_packed_weights():
     load_runtime()  # registers the backend
     with packed_weights_shared() as has:
         assert has

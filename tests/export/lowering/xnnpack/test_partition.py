@@ -1,4 +1,4 @@
-"""Delegates of XNNPACK are levels of the graph: none waits for a later one, and as few as can be."""
+"""XNNPACK delegates are levels of the graph: none depends on a later one, and there are as few as possible."""
 
 import pytest
 import torch
@@ -45,13 +45,13 @@ def a_step(partitioner: XnnpackPartitioner):
     return to_edge_transform_and_lower(program, partitioner=[partitioner])
 
 
-def test_executorchs_own_delegates_of_a_step_of_softcapped_attention_wait_for_each_other():
-    """LevelPartitioner can go once they no longer do."""
+def test_executorchs_own_delegates_of_softcapped_attention_depend_on_each_other():
+    """LevelPartitioner can be removed when ExecuTorch's own delegates no longer do this."""
     with pytest.raises(AssertionError, match="dependency cycles"):
         a_step(XnnpackPartitioner())
 
 
-def test_a_step_of_softcapped_attention_is_the_eager_one(tmp_path):
+def test_a_lowered_step_of_softcapped_attention_equals_the_eager_one(tmp_path):
     edge = a_step(LevelPartitioner())
     plan, file = MemoryPlanningPass(alloc_graph_input=False), tmp_path / "step.pte"
     file.write_bytes(edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=plan)).buffer)
@@ -61,7 +61,7 @@ def test_a_step_of_softcapped_attention_is_the_eager_one(tmp_path):
         torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
 
 
-def test_softcapped_attention_is_taken_with_decode_and_without(tmp_path):
+def test_softcapped_attention_is_lowered_with_and_without_decode(tmp_path):
     model = AutoModelForCausalLM.from_config(family_config("gemma2"))
     model.save_pretrained(tmp_path / "target")
     save_random_draft(tmp_path / "draft", model.config, (0, 1, 2))
@@ -71,7 +71,7 @@ def test_softcapped_attention_is_taken_with_decode_and_without(tmp_path):
     assert run_command(export_main, *asked, "--with-decode")
 
 
-def test_a_group_waits_for_the_last_input_of_any_of_its_operations():
+def test_a_group_of_operations_is_at_the_level_of_its_last_input():
     graph = Graph()
     x = graph.placeholder("x")
     left_out = graph.call_function(torch.sin, (x,))
@@ -86,7 +86,7 @@ def test_a_group_waits_for_the_last_input_of_any_of_its_operations():
     assert levels(graph, [[first], [alone], [second, with_second], [behind]]) == [0, 0, 2, 2]
 
 
-def test_a_group_that_waits_for_itself_is_no_endless_loop():
+def test_a_group_that_depends_on_itself_causes_no_endless_loop():
     graph = Graph()
     first = graph.call_function(torch.relu, (graph.placeholder("x"),))
     second = graph.call_function(torch.relu, (graph.call_function(torch.sin, (first,)),))
@@ -96,14 +96,15 @@ def test_a_group_that_waits_for_itself_is_no_endless_loop():
 
 
 class Sliced(nn.Module):
-    """x [1, T, 12] -> [1, T, 4], of slices from the front, the middle and the end, and its last row [1, 1, 12]."""
+    """Returns [1, T, 4] from slices of x [1, T, 12] at the front, the middle and the end, and its last row [1, 1,
+    12]."""
 
     def forward(self, x):
         x = x * x
         return x[..., :4] * x[..., 5:9] + x[..., -4:], 2 * x[:, -1:]
 
 
-def test_slices_of_rows_whose_number_is_dynamic_stay_in_a_delegate_and_of_rows_do_not():
+def test_slices_of_columns_with_dynamic_rows_stay_in_a_delegate_and_slices_of_rows_do_not():
     given = torch.randn(1, 5, 12)
     rows = {1: torch.export.Dim("rows", min=2, max=9)}
     program = torch.export.export(Sliced(), (given,), dynamic_shapes=(rows,), strict=False)

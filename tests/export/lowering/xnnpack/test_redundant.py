@@ -1,4 +1,4 @@
-"""The values that XNNPACK's delegates compute once, or not at all."""
+"""XNNPACK's delegates compute repeated values once, and leave out values without effect."""
 
 import torch
 from executorch.runtime import Runtime
@@ -20,7 +20,7 @@ def delegates_of(pte, method):
 
 
 class Shared(nn.Module):
-    """Three linears of one input, behind one that is called twice, each time on what it gave before."""
+    """Three linears with one input, after a linear that is called twice, the second time on its own output."""
 
     def __init__(self):
         super().__init__()
@@ -45,15 +45,16 @@ def test_an_input_is_quantized_once_for_all_of_its_linears(tmp_path):
     torch.testing.assert_close(found, model(x), atol=1e-5, rtol=1e-5)
 
 
-def test_heads_are_not_put_before_rows_and_back(family_exports):
-    """Those that are left belong to attention: of queries, keys, values, scores of two heads of keys, the result."""
+def test_heads_are_not_transposed_before_rows_and_back(family_exports):
+    """The remaining transpositions belong to attention: of queries, keys, values, the scores of two key heads, and the
+    result."""
     pte, layers = read_pte(family_exports / "llama3.1-8B" / "out" / MODEL_FILE), 3
     for method in METHODS:
         count = delegates_of(pte, method).nodes["StaticTranspose"]
         assert count <= 6 * (1 if method == DRAFT_DECODE else layers)
 
 
-def test_rotation_by_rows_is_transformers_own():
+def test_rotary_embedding_by_rows_equals_transformers():
     own, (cos, sin) = modeling_llama.apply_rotary_pos_emb, torch.randn(2, 1, 5, 8)
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
     with rows_before_heads(nn.Module()):
@@ -63,7 +64,7 @@ def test_rotation_by_rows_is_transformers_own():
     assert modeling_llama.apply_rotary_pos_emb is own
 
 
-def test_what_changes_something_stays():
+def test_operations_with_an_effect_are_not_removed():
     class Model(nn.Module):
         def forward(self, x, count):
             gone = x.transpose(1, 2).transpose(0, 1) * 1.0

@@ -1,4 +1,5 @@
-"""Products of 4 bits as sums over ranges of their inputs: the same weights, rows that stand alone, ranges that fit."""
+"""4-bit products are computed as sums over ranges of their inputs: with the same weights, independent rows, and ranges
+that fit into the cache."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ WIDTH, OUTPUTS = 2592, 48  # 81 groups of 32
 
 
 class Tied(nn.Module):
-    """An embedding and two linears of one weight, one with a bias: ids [1, T] -> [1, T, 48]."""
+    """An embedding and two linears that share one weight, one with a bias. Maps ids [1, T] to [1, T, 48]."""
 
     def __init__(self, recipe: Recipe):
         super().__init__()
@@ -37,7 +38,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("rows", [2, 4, 7, 30])
 @pytest.mark.parametrize("group", [32, 96, 864, 2592])
-def test_ranges_are_whole_groups_that_stay_cached(rows, group):
+def test_ranges_of_k_are_whole_groups_that_fit_into_the_cache(rows, group):
     model = Tied(Recipe("8da4w", "none", group))
     weight = model.linear.weight
     split_wide_linears(model, rows)
@@ -52,7 +53,7 @@ def test_ranges_are_whole_groups_that_stay_cached(rows, group):
     assert torch.equal(torch.cat(parts, 1), weight.dequantize())
 
 
-def test_a_weight_that_two_hold_is_split_once_and_a_bias_added_once():
+def test_a_shared_weight_is_split_once_and_a_bias_is_added_once():
     model = Tied(Recipe("8da4w", "none", 32))
     x = torch.randn(3, WIDTH)
     before = model.linear(x), model.again(x)
@@ -63,7 +64,7 @@ def test_a_weight_that_two_hold_is_split_once_and_a_bias_added_once():
 
 
 @pytest.mark.parametrize("in_a_file", [False, True])
-def test_the_ranges_of_a_weight_in_a_file_lie_in_files(in_a_file, tmp_path, monkeypatch):
+def test_the_ranges_of_a_file_backed_weight_are_file_backed(in_a_file, tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "LARGE", 4096)
     linear = nn.Linear(WIDTH, OUTPUTS, bias=False).requires_grad_(False)
     quantize(model := nn.Sequential(linear), Recipe("8da4w", "none", 32), spare=set())
@@ -78,14 +79,14 @@ def test_the_ranges_of_a_weight_in_a_file_lie_in_files(in_a_file, tmp_path, monk
 
 
 @pytest.mark.parametrize("recipe", [Recipe("8da8w", "none", 0), Recipe("none", "none", 0)])
-def test_other_weights_stay_whole(recipe):
+def test_weights_other_than_4_bit_are_not_split(recipe):
     model = Tied(recipe)
     split_wide_linears(model, 8)
     assert type(model.linear) is nn.Linear
 
 
-def test_a_range_is_nearer_to_float32_than_a_whole_row():
-    """An outlier takes the steps of its own range alone."""
+def test_split_products_are_closer_to_float32_than_whole_rows():
+    """An outlier affects only the quantization steps of its own range."""
     model = Tied(Recipe("8da4w", "none", 32))
     x = torch.randn(64, WIDTH)
     x[:, 7] = 100
@@ -95,7 +96,7 @@ def test_a_range_is_nearer_to_float32_than_a_whole_row():
     assert (model.again(x) - exact).std() < 0.8 * whole
 
 
-def test_lowered_it_is_one_delegate_whose_rows_do_not_depend_on_each_other():
+def test_a_lowered_split_product_is_one_delegate_with_independent_rows():
     model, ids = Tied(Recipe("8da4w", "none", 32)), torch.randint(50, (1, 12))
     split_wide_linears(model, 4)
     left, program = lowered(model, ids)
@@ -119,14 +120,14 @@ def test_a_processor_with_avx512_and_a_first_level_cache_of_48_kib_splits(avx512
     assert split_k.splits() == pays
 
 
-def test_the_first_level_cache_is_what_linux_says():
+def test_the_size_of_the_first_level_cache_is_linuxs():
     said = Path("/sys/devices/system/cpu/cpu0/cache/index0/size")
     if said.is_file() and first_level_cache():
         assert first_level_cache() == 1024 * int(said.read_text().strip().removesuffix("K"))
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_an_export_splits_where_the_processor_gains_by_it(pays, monkeypatch):
+def test_an_export_splits_k_if_the_processor_gains_by_it(pays, monkeypatch):
     monkeypatch.setattr(lowering, "splits", lambda: pays)
     model = Tied(Recipe("8da4w", "none", 32))
     with lowering.tracing(model, 4):

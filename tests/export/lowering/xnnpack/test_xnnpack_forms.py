@@ -1,4 +1,4 @@
-"""The forms that XNNPACK takes whole are the functions they stand for."""
+"""The forms of norms, activations and rotations for XNNPACK equal the functions that they replace."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from eagle3.export.lowering.xnnpack.forms import product_rotary, tanh_gelu, use_product_norms
 
 
-def test_norms_keep_their_own_epsilon_and_weight():
+def test_norms_in_xnnpacks_form_keep_their_epsilon_and_weight():
     norms = nn.Sequential(*(nn.RMSNorm(8, eps=eps) for eps in (1e-1, 1.2e-1, 1e-6)), nn.RMSNorm(4, 1e-6, False))
     norms = norms.requires_grad_(False)
     for norm in norms[:3]:
@@ -28,7 +28,7 @@ def test_norms_keep_their_own_epsilon_and_weight():
         torch.testing.assert_close(norm(x[..., :size]), wanted, atol=1e-6, rtol=1e-6)
 
 
-def test_gelu_is_the_tanh_approximation_within_and_torchs_own_after():
+def test_gelu_is_the_tanh_approximation_within_the_context_and_torchs_own_after_it():
     x, own = torch.linspace(-6, 6, 1001), F.gelu
     with tanh_gelu(nn.Module()):
         torch.testing.assert_close(F.gelu(x, approximate="tanh"), own(x, approximate="tanh"), atol=1e-6, rtol=1e-5)
@@ -36,7 +36,7 @@ def test_gelu_is_the_tanh_approximation_within_and_torchs_own_after():
     assert F.gelu is own
 
 
-def test_a_reference_to_gelu_that_was_taken_before_is_the_approximation_too():
+def test_an_earlier_reference_to_gelu_is_the_tanh_approximation_too():
     """transformers' ``GELUTanh`` holds one; XNNPACK would compute the exact GELU for it, 4.7e-4 off."""
     mlp = nn.Sequential(nn.Linear(8, 8), ACT2FN["gelu_pytorch_tanh"], nn.GELU(approximate="tanh")).requires_grad_(False)
     x = torch.randn(3, 8)
@@ -48,7 +48,7 @@ def test_a_reference_to_gelu_that_was_taken_before_is_the_approximation_too():
 
 
 @pytest.mark.parametrize("kind", [MistralRMSNorm, Gemma3RMSNorm])
-def test_a_norm_of_any_family_is_known_by_what_it_computes(kind):
+def test_a_norm_of_any_family_is_recognized_by_its_results(kind):
     norm = kind(8, eps=1e-3).requires_grad_(False)
     norm.weight.normal_()
     owner, x = nn.Sequential(norm), torch.randn(3, 8)
@@ -58,14 +58,14 @@ def test_a_norm_of_any_family_is_known_by_what_it_computes(kind):
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, CohereLayerNorm])
-def test_a_norm_of_another_kind_stays(kind):
+def test_a_norm_of_another_kind_is_not_replaced(kind):
     owner = nn.Sequential(kind(8))
     use_product_norms(owner)
     assert type(owner[0]) is kind
 
 
 @pytest.mark.parametrize("family", [modeling_llama, modeling_cohere], ids=["halves", "neighbours"])
-def test_a_rotation_is_its_familys_own_as_a_product(family):
+def test_a_rotation_as_a_product_equals_the_familys_own(family):
     owner = nn.Module()
     owner.layer = family.__dict__["LlamaRMSNorm" if family is modeling_llama else "CohereLayerNorm"](8)
     x, own = torch.randn(1, 2, 3, 8), family.rotate_half

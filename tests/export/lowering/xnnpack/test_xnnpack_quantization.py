@@ -1,4 +1,5 @@
-"""8da4w, 8da8w and an 8-bit embedding on the CPU: what is quantized, what is refused, that rows stand alone."""
+"""8da4w, 8da8w and an 8-bit embedding on the CPU quantize the right weights, refuse others, and rows are
+independent."""
 
 import gc
 import re
@@ -37,7 +38,7 @@ RECIPES = {"8da4w": Recipe("8da4w", "8w", 32), "8da8w": Recipe("8da8w", "8w", 0)
 
 
 class Model(nn.Module):
-    """An embedding and a linear: ids [1, T] -> [1, T, 96]."""
+    """An embedding and a linear that map ids [1, T] to [1, T, 96]."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +50,7 @@ class Model(nn.Module):
 
 
 class Multiples(nn.Module):
-    """Linears of a weight times each of ``factors``, whose codes are the same: ids [1, T] -> [factors, 1, T, 96]."""
+    """Linears of one weight times each of ``factors``, with equal codes. Maps ids [1, T] to [factors, 1, T, 96]."""
 
     def __init__(self, *factors: float):
         super().__init__()
@@ -73,13 +74,13 @@ def quantized(recipe: Recipe, model: nn.Module | None = None) -> nn.Module:
     return model
 
 
-def test_the_default_group_is_executorchs():
+def test_the_default_group_size_is_executorchs():
     assert _default_group_size("8da4w") == DEFAULT_GROUP
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_rows_do_not_depend_on_each_other_to_the_last_bit(recipe):
-    """The rows of a verify are those of as many steps: that is what it is worth."""
+def test_rows_of_quantized_linears_are_independent_to_the_last_bit(recipe):
+    """The rows of a verify must equal those of single steps, which lossless speculation needs."""
     model, ids = quantized(RECIPES[recipe]), torch.randint(50, (1, 12))
     left, program = lowered(model, ids)
     method = program.load_method("forward")
@@ -94,8 +95,8 @@ def test_rows_do_not_depend_on_each_other_to_the_last_bit(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_weights_of_the_same_codes_are_packed_each_with_its_scales(recipe):
-    """They are in one program and in another one of the process: packed weights are shared by name."""
+def test_weights_with_equal_codes_are_packed_with_their_own_scales(recipe):
+    """They are in one program and in another one of the process, since packed weights are shared by name."""
     ids, loaded = torch.randint(50, (1, 5)), []
     for factors in ((1, 2), (4, 1)):
         model = quantized(RECIPES[recipe], Multiples(*factors))
@@ -108,7 +109,7 @@ def test_weights_of_the_same_codes_are_packed_each_with_its_scales(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_codes_are_executorchs_own(recipe, monkeypatch):
+def test_8da4w_and_8da8w_codes_equal_executorchs(recipe, monkeypatch):
     monkeypatch.setattr(quantization, "ELEMENTS", 7 * 128)  # a few rows at a time
     ours, theirs = quantized(RECIPES[recipe]), Model()
     quantize_model_(theirs, qlinear_config=recipe, qembedding_config="8w")
@@ -127,7 +128,7 @@ def test_codes_of_4_bits_are_counted_as_halves_of_bytes():
     assert stored_bytes(quantized(RECIPES["8da8w"]).linear.weight.data) >= 96 * 128
 
 
-def test_a_tied_head_and_its_embedding_are_quantized_each_for_itself():
+def test_a_tied_lm_head_and_its_embedding_are_quantized_separately():
     model = random_model("qwen3-4B", num_hidden_layers=1)
     family, config = TARGETS["qwen3-4B"].module(), model.config
     convert = XnnpackWeights(family.skeleton(config, 64).model, RECIPES["8da4w"])
@@ -139,8 +140,8 @@ def test_a_tied_head_and_its_embedding_are_quantized_each_for_itself():
 
 
 @pytest.mark.parametrize("module", [nn.Linear(64, 320, bias=False), nn.Embedding(320, 64)])
-def test_codes_do_not_outlive_their_weight(module):
-    """An export collects garbage rarely: codes in a cycle would stay, of every weight."""
+def test_quantized_codes_do_not_outlive_their_weight(module):
+    """An export collects garbage rarely, so codes in a reference cycle would stay in memory for every weight."""
     gc.collect()
     gc.disable()
     try:
@@ -154,7 +155,7 @@ def test_codes_do_not_outlive_their_weight(module):
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "llama4-scout", "qwen3-30B-A3B"])
-def test_experts_are_quantized_and_what_chooses_them_is_not(name):
+def test_experts_are_quantized_and_their_routers_are_not(name):
     skeleton = TARGETS[name].module().skeleton(random_model(name, num_hidden_layers=2).config, 64)
     covered = XnnpackWeights(skeleton.model, RECIPES["8da4w"]).covered
     experts = {key for key in covered if "experts.gate_up" in key or "experts.down" in key}
@@ -175,21 +176,21 @@ def test_experts_are_quantized_and_what_chooses_them_is_not(name):
         (("--draft-qlinear", "8da4w", "--group-size", 512), "fc takes 768 inputs"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_read(flags, says, tmp_path):
+def test_recipes_that_do_not_fit_are_refused_before_weights_are_read(flags, says, tmp_path):
     asked = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", *flags, "--output-dir", tmp_path / "out")
     code, line = fail_command(export_main, *asked)
     assert code == 1 and str(flags[-2]) in line
     assert re.search(says, line), line
 
 
-def test_an_export_that_does_not_fit_is_refused_with_the_number(tmp_path, monkeypatch):
+def test_an_export_that_exceeds_the_memory_is_refused_with_the_amount(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "free_memory", lambda: 1_000_000_000)
     plan = make_plan(ExportConfig("gemma4-tiny", tmp_path / "out", backend="xnnpack"))
     with pytest.raises(ValueError, match="takes about 1.1 GB of memory, 1.0 GB are free .* type --qlinear 8da4w"):
         preflight.check_export_memory(plan, backend)
 
 
-def test_the_memory_of_an_export_is_that_of_its_weights_held_and_written():
+def test_the_estimated_memory_of_an_export_is_that_of_its_weights_held_and_written():
     skeleton = TARGETS["qwen3-4B"].module().skeleton(random_model("qwen3-4B").config, 64)
     linears = sum(m.weight.numel() for m in skeleton.model.modules() if isinstance(m, nn.Linear))
     embedding = skeleton.model.get_input_embeddings().weight.numel()
@@ -198,7 +199,7 @@ def test_the_memory_of_an_export_is_that_of_its_weights_held_and_written():
     assert found == (linears + embedding + 4 * rest, linears + embedding + 4 * rest)
 
 
-def test_a_weight_is_in_memory_once_as_it_is_held_and_once_as_it_is_written_for_all_methods(monkeypatch):
+def test_a_weight_is_in_memory_once_as_held_and_once_as_written_for_all_methods(monkeypatch):
     programs = []
     preprocess = XnnpackBackend.preprocess
 
