@@ -45,6 +45,22 @@ def test_a_file_that_a_map_leaves_out_is_found(tmp_path):
     assert unnamed(tmp_path) == ["prose.py", "room/inside.py"]
 
 
+LONGEST_CELL = 250
+"""Characters; more is a paragraph."""
+
+
+def test_no_cell_of_a_readmes_tables_is_a_paragraph():
+    long = [
+        f"{path.relative_to(ROOT)}: {cell.strip()[:60]}"
+        for path in (ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *(room / "README.md" for room in ROOMS))
+        for line in path.read_text().splitlines()
+        if line.startswith("|")
+        for cell in line.split("|")
+        if len(cell.strip()) > LONGEST_CELL
+    ]
+    assert long == []
+
+
 def modules() -> dict[str, ModuleType]:
     files = Path(kernels.__path__[0]).glob("*.py")
     return {path.stem: importlib.import_module(f"{kernels.__name__}.{path.stem}") for path in files}
