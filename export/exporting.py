@@ -101,8 +101,8 @@ def weights_at_hand(config: ExportConfig, download: bool) -> Iterator["Plan"]:
 
 @contextmanager
 def _prepared(config: ExportConfig, download: bool, progress: Progress) -> Iterator[Prepared]:
-    """Yield the plan while the files that it names exist. Headers stand in for weights that are not needed. They also
-    stand in until all other checks have passed, so that a wrong pair is not downloaded."""
+    """Yield the plan; the files that it names exist until the context ends. Headers stand in for weights that are not
+    needed. They also stand in until all other checks have passed, so that a wrong pair is not downloaded."""
     config = settled(config)
     sources, twin = find_sources(config, download), None
     if sources.missing and (download or config.reads_weights):

@@ -25,7 +25,7 @@ NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 MOST, MOST_LAYERS = 2**31 - 1, 1000  # a larger model would be built on the meta device until memory runs out
 BY_LAYER = ("head_dim", "num_key_value_heads")
 """Fields that single layers may override, as the full layers of Gemma 4 do."""
-SHORT = 16  # the context length, in tokens, of a model that is built only to see whether it can be
+SHORT = 16  # the context length, in tokens, of a model that is built only to test that it can be constructed
 DRAFT_FIELDS = ("transformer_layer_config", "speculators_model_type", "draft_vocab_size")
 """Fields that a draft head's configuration has in one dialect or another, and a target's never has."""
 

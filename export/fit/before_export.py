@@ -13,7 +13,7 @@ def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]
     """Measure the plan's head unless ``--no-fit`` is given. Returns the plan with the head's best reading, and the
     entry of ``export.json``.
 
-    Raises ValueError if the files say one reading and another one is clearly accepted more.
+    Raises ValueError if the files specify one reading and more proposals are clearly accepted with another.
     """
     config = plan.config
     if config.fit is False or not plan.has_draft or config.random_weights:

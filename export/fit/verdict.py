@@ -106,8 +106,9 @@ def of_rounds(rounds: list[int], length: int) -> Expected:
 
 
 def of_given_text(trial: Trial) -> Expected:
-    """Return what to expect, from a text that the target did not write. The rate at each position is that of the chains
-    that were accepted up to it, where the text continues with the target's own tokens."""
+    """Return what to expect, from a text that the target did not write. The rate at a position is
+    measured over the chains whose earlier proposals were all accepted, where the text continues with the target's own
+    tokens."""
     product, rates, intervals, variance = 1.0, [], [], 0.0
     so_far = torch.ones(len(trial.hits), dtype=torch.bool)
     steps: list[tuple[float, int]] = []

@@ -62,8 +62,9 @@ def fewer_layers(
 ) -> tuple[PreTrainedConfig, list[int]]:
     """Build the configuration of ``count`` layers with every kind of layer among them, and return their indices.
 
-    They are the first layers; where these lack a kind, its first layer takes the place of a later one of another kind.
-    Raises ValueError for a count that leaves a kind out, and for one that is no smaller than the model's.
+    The first layers are taken. If they lack a kind of layer, the model's first layer of that kind replaces a later
+    layer of another kind. Raises ValueError for a count that leaves a kind out, and for one that is no smaller than the
+    model's.
     """
     total = fields["num_hidden_layers"]
     if count >= total:

@@ -55,7 +55,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     fields = common_fields(config)
     needed = {field.name for field in dataclasses.fields(config) if field.type is int}
     if is_part(config):
-        needed.add("pad_token_id")  # some wrappers put it in the place of images
+        needed.add("pad_token_id")  # some multimodal models use it as the image placeholder
     fields |= {name: 0 if name in needed else None for name in fields if name.endswith("_token_id")}
     fields.pop("quantization_config", None)  # says how a checkpoint is stored
     fields["dtype"] = "float32"

@@ -230,8 +230,8 @@ def main(
 ) -> None:
     """Measure an ARTIFACT of gemma4-tiny beside LLAMA_CPP, a folder with a build of it, at its fastest settings.
 
-    First every setting of llama-server answers all prompts of scripts/prompts.jsonl once, up to 64 tokens each: its
-    draft in f32 and q8_0, chains of 1 to 7, with backend sampling of the draft and without. Then the artifact, without
+    First, llama-server answers all prompts of scripts/prompts.jsonl once, up to 64 tokens each, in every setting: draft
+    in f32 or q8_0, chain length 1 to 7, backend sampling of the draft on or off. Then the artifact, without
     speculation and with it, and of each --type llama-server without speculation and in its four fastest settings take
     turns with each prompt, greedily and up to 128 tokens. The best setting is the one with the best median over the
     passes. A setting whose server fails is named and left out.

@@ -59,7 +59,7 @@ class Machine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Give PyTorch the device within this context, in which kernels compute."""
+        """Return a context in which PyTorch has a device that runs the kernels for real."""
         host_symbols = patch.object(torch_host, "export_host_symbols", lambda device: None)  # they are there
         with ExitStack() as stack:
             for each in (cuda_build(self.cuda), host_symbols, interpreted(self.kernels)):

@@ -250,7 +250,8 @@ class Detector:
         return inside
 
     def load(self, addresses: np.ndarray, size: int) -> np.ndarray | None:
-        """Return the elements whose loaded value must differ from memory, None if there are none."""
+        """Return the elements for which the load has to return another value than memory holds, None if there are
+        none."""
         site = current_site()
         access = self.launch.note("load", addresses, size, site)
         if self._watches_memory and (name := self.memory.unwritten(addresses, size)):

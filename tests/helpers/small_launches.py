@@ -106,8 +106,8 @@ def attend(rows: int, last: int, slots: int, window: int = 0) -> None:
 
 
 def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False) -> None:
-    """Launch attention of a matmul's rows from position ``first``, 8 in a tile. With a ``window`` the cache is a ring;
-    ``int8``: it holds codes."""
+    """Launch attention of a matmul's rows from position ``first``, 8 in a tile. With a ``window`` the cache is a ring.
+    With ``int8`` it holds INT8 codes."""
     product, keys, values, begins, last, scale, longest, *made = made_product(rows, first, 2, 2, 16, window, True)
     query = torch.empty(1, rows, made[5], 16).bfloat16()
     given = query, keys, values, begins, last, sums.counters(), scale, longest, 8, 0.0, None

@@ -22,6 +22,12 @@ ROOMS = [
 ]
 
 
+ALL_READMES = [ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *(room / "README.md" for room in ROOMS)]
+TOPS = ("export", "runner", "targets", "scripts", "tests")
+OF_OTHERS = {"export/test_x.py", "tests/export/test_x.py"}
+"""Files that a README names as an example."""
+
+
 def unnamed(folder: Path) -> list[str]:
     """Return the Python files in ``folder`` that no row of its README's tables names, nor by their own folder."""
     rows = "\n".join(line for line in (folder / "README.md").read_text().splitlines() if line.startswith("| `"))
@@ -45,6 +51,21 @@ def test_a_file_that_a_map_leaves_out_is_found(tmp_path):
     assert unnamed(tmp_path) == ["prose.py", "room/inside.py"]
 
 
+@pytest.mark.parametrize("readme", ALL_READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_readme_names_exists(readme):
+    """A path is meant from the root, from the README's folder, or from a room that a row names before it."""
+    listed = [path.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*") if path.is_file()]
+    known = {str(path) for path in listed} | {path.name for path in listed}
+    tails = {"/".join(path.parts[start:]) for path in listed for start in range(len(path.parts))}
+    named = {
+        word
+        for code in re.findall(r"`([^`\n]+)`", readme.read_text())
+        for word in code.split()
+        if re.fullmatch(r"[\w/]+\.py", word)
+    }
+    assert sorted(named - known - tails - OF_OTHERS) == []
+
+
 LONGEST_CELL = 250
 """Characters; more is a paragraph."""
 
@@ -52,7 +73,7 @@ LONGEST_CELL = 250
 def test_no_cell_of_a_readmes_tables_is_a_paragraph():
     long = [
         f"{path.relative_to(ROOT)}: {cell.strip()[:60]}"
-        for path in (ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *(room / "README.md" for room in ROOMS))
+        for path in ALL_READMES
         for line in path.read_text().splitlines()
         if line.startswith("|")
         for cell in line.split("|")

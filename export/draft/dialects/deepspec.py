@@ -17,7 +17,7 @@ def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
 
 def proposal(config: dict[str, Any], file: Path) -> Proposal:
     """Return the steps that the head was trained for, and its target."""
-    from eagle3.export.checkpoints.json_fields import count  # here, because its package imports torch
+    from eagle3.export.checkpoints.json_fields import count  # imported here: eagle3.export.checkpoints imports torch
 
     verifier = config.get("target_model_name_or_path")
     steps = count(config, "ttt_length", Proposal().chain_len, file)

@@ -19,7 +19,7 @@ def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
 
 def check(config: dict[str, Any], file: Path) -> None:
     """Raise ValueError for a file without the keys of the layers."""
-    from eagle3.export.checkpoints.json_fields import nested  # here, because its package imports torch
+    from eagle3.export.checkpoints.json_fields import nested  # imported here: eagle3.export.checkpoints imports torch
 
     if not isinstance(config.get(LAYER), dict):
         nested(config, LAYER, file)
@@ -37,7 +37,7 @@ def proposal(config: dict[str, Any], file: Path) -> Proposal:
         count,
         nested,
         texts,
-    )  # here, because its package imports torch, which --help must not
+    )  # imported here: eagle3.export.checkpoints imports torch, and --help must not
 
     described = nested(config, "speculators_config", file)
     methods = described.get("proposal_methods") or [{}]

@@ -1,5 +1,5 @@
 """DFlash heads equal golden numbers of other code: speculators, DeepSpec, JetSpec, SpecForge, and transformers for Muse
-Glimmer (scripts/make_{dflash,deepspec,zlab,domino,muse_glimmer}_golden.py)."""
+Glimmer (scripts/golden/make_{dflash,deepspec,zlab,domino,muse_glimmer}_golden.py)."""
 
 import json
 from types import SimpleNamespace

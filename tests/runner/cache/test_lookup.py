@@ -127,7 +127,7 @@ def test_earlier_texts_of_the_index_take_no_memory():
 # --- costs and the choice
 
 
-def test_round_costs_converge_to_the_ratios_of_times_on_a_changing_machine():
+def test_round_costs_converge_to_time_ratios_while_the_machines_speed_changes():
     costs, random = RoundCosts(), Random(0)
     assert costs[HEAD, 3] > costs[LOOKUP, 3] > costs[HEAD, 0] == 1
     true = {(HEAD, 3): 1.9, (LOOKUP, 3): 1.1, (LOOKUP, 7): 1.6, (HEAD, 0): 1.0}

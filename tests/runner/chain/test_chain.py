@@ -236,7 +236,7 @@ def test_rounds_without_proposals_do_not_change_the_rates():
     assert rates.tokens() == before
 
 
-def test_rates_follow_a_text_within_100_rounds_and_return_to_the_usual_ones():
+def test_acceptance_rates_adapt_to_a_text_within_100_rounds_and_then_return_to_the_average():
     rates = AcceptanceRates(1)
     for _ in range(2000):
         rates.record(1, 1)

@@ -21,7 +21,7 @@ RUN = "no-artifact", "--prompt", "x"
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A function that makes this process see another processor, and its child processes another package."""
+    """A function that replaces /proc/cpuinfo for this process, and a package by one that crashes for its children."""
 
     def make(cpuinfo: str, package: str | None = None) -> None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)

@@ -19,7 +19,8 @@ FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcappin
 CAUSAL = ("is_causal", "causal", "causal_head")
 """Keys that say whether a row of a block sees no later one, in z-lab's dialect. The first that is there counts."""
 PROJECTOR = "projector_type"
-ANCHOR, BONUS = "sample_from_anchor", "dspark_bonus_anchor"
+ANCHOR, BONUS, SHIFT = "sample_from_anchor", "dspark_bonus_anchor", "shift_label"
+"""Keys that say whether the anchor's row proposes."""
 _HEEDED = ("block_size", "mask_token_id", TAPS, *CAUSAL, ANCHOR, BONUS)
 _OF_TRAINING = (
     PROJECTOR,

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.export.draft.kinds.dflash.block.keys import ANCHOR
+from eagle3.export.draft.kinds.dflash.block.keys import ANCHOR, SHIFT
 from eagle3.export.draft.kinds.dflash.block.variant import Variant
 from eagle3.export.draft.kinds.dflash.variants import DFLASH
-from eagle3.export.draft.kinds.dflash.variants.domino import SHIFT
 
 
 @dataclass(frozen=True)

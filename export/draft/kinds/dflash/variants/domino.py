@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from eagle3.export.checkpoints.json_fields import boolean, count
 from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.block.dialects import SPECULATORS, Z_LAB, Dialect
-from eagle3.export.draft.kinds.dflash.block.keys import ANCHOR, FACTORS
+from eagle3.export.draft.kinds.dflash.block.keys import ANCHOR, FACTORS, SHIFT
 from eagle3.export.draft.kinds.dflash.block.reference import Formulas, Reference
 from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Sizes, Variant
 from eagle3.export.draft.kinds.dflash.variants import DOMINO
 
-SHIFT = "shift_label"
-"""Says whether the anchor's row proposes."""
 PREFIX = "pure_draft_prefix_len"
 DEFAULTS = {
     PREFIX: 1,  # the first proposal with a bias
