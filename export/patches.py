@@ -167,33 +167,21 @@ PATCHES: dict[str, Patch] = {
         "methods are compiled in two processes",
         "executorch.backends.cuda.cuda_backend.CudaBackend.preprocess_multimethod",
     ),
-    **_group(_GPU, "torch.version.cuda", "torch.accelerator.is_available", optional=True),
     **_group(
         _GPU,
-        *(
-            f"{owner}.{name}"
-            for owner in ("cuda", "_C")
-            for name in (
-                "_exchange_device",
-                "_maybe_exchange_device",
-                "_cuda_exchangeDevice",
-                "_cuda_maybeExchangeDevice",
-                "_cuda_getCurrentRawStream",
-            )
-        ),
+        "version.cuda",
+        "accelerator.is_available",
+        "_C._cuda_getCurrentRawStream",
         prefix="torch.",
-        optional=True,  # a CPU build lacks most
+        optional=True,  # a CPU build lacks some
     ),
     **_group(
         _GPU,
         "_is_compiled",
         "is_available",
-        "device_count",
         "current_device",
-        "set_device",
-        "synchronize",
-        "_lazy_init",
-        "empty_cache",
+        "_exchange_device",
+        "_maybe_exchange_device",
         "get_device_properties",
         "get_device_capability",
         "get_rng_state",
@@ -202,19 +190,8 @@ PATCHES: dict[str, Patch] = {
     ),
     **_group(
         _GPU,
-        "get_compute_capability",
-        "is_available",
-        "is_triton_capable",
-        "raise_if_triton_unavailable",
         "get_device_properties",
-        "current_device",
-        "set_device",
-        "synchronize",
-        "get_raw_stream",
-        "exchange_device",
-        "maybe_exchange_device",
         "Worker.get_device_properties",
-        "Worker.current_device",
         prefix="torch._dynamo.device_interface.CudaInterface.",
     ),
     **_group(
