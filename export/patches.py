@@ -32,7 +32,6 @@ def _group(why: str, *names: str, prefix: str = "", optional: bool = False, thre
 
 _GPU = "it would ask the GPU that is only named: the answer is the named one's"
 _WEIGHTS = "weights stay on the host, where fake CUDA tensors know them"
-_AUTOTUNER = "torch._inductor.runtime.triton_heuristics.CachingAutotuner."
 PATCHES: dict[str, Patch] = {
     # --- Any backend
     **_group(
@@ -207,16 +206,9 @@ PATCHES: dict[str, Patch] = {
     **_group("nothing is loaded or launched", "torch._inductor.runtime.triton_helpers.set_driver_to_gpu"),
     **_group(
         "a kernel is compiled with one configuration, and nothing is loaded or launched",
-        "_create_compile_options",
-        "_precompile_worker",
-        "_make_launchers",
-        "_dynamic_scale_rblock",
-        "run",
-        prefix=_AUTOTUNER,
-    ),
-    **_group(
-        "nothing is loaded or launched",
-        "torch._inductor.runtime.triton_heuristics.StaticTritonCompileResult.can_statically_launch",
+        "CachingAutotuner._create_compile_options",
+        "get_caching_autotuner_plugins",
+        prefix="torch._inductor.runtime.triton_heuristics.",
     ),
     **_group(
         "nothing can be timed: templates are ranked by an estimate",
