@@ -35,20 +35,6 @@ _WEIGHTS = "weights stay on the host, where fake CUDA tensors know them"
 PATCHES: dict[str, Patch] = {
     # --- Any backend
     **_group(
-        "what transformers' models import where it is installed, and a plan does not need, takes two seconds",
-        *(
-            f"{place}.{name}"
-            for place in ("utils", "utils.import_utils")
-            for name in (
-                "is_torch_distributed_available",
-                "is_torchao_available",
-                "is_scipy_available",
-                "is_torch_flex_attn_available",
-            )
-        ),
-        prefix="transformers.",
-    ),
-    **_group(
         "a pass that would change no node leaves the graph, and what it repeats keeps the shapes that it had",
         "executorch.exir.pass_base._ExportPassBase.call",
         *(
