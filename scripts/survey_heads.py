@@ -27,7 +27,6 @@ from eagle3.export.draft.reading import read_draft
 from eagle3.export.twin.draft import check_draft
 
 Shapes = dict[str, tuple[int, ...]]
-SPOKEN = 32000
 READ, REFUSED, WRONG = "read", "refused", "WRONG"
 
 

@@ -12,8 +12,6 @@ from executorch.extension.llm.export.int4 import ExportableInt4Tensor
 from torch import Tensor
 
 BLOCK = 256  # weights that share a step
-GROUPS = (32, 64, 128, 256)
-"""Group sizes that the kernels support. A coarser group is stored as several of 256."""
 STEPS = range(255, 223, -1)
 """Codes that are tried for the largest scale of a block."""
 ROWS = 1024  # at a time
