@@ -2,6 +2,8 @@
 
 import ast
 import importlib.metadata
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,18 @@ def test_every_patch_is_applied_somewhere_and_nothing_is_replaced_past_the_regis
             + ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
         }
         assert not {"unittest", "unittest.mock"} & imported, path
+
+
+def test_the_readme_has_a_row_for_every_replaced_part_and_for_nothing_else():
+    readme = (ROOT / "export" / "README.md").read_text()
+    rows = readme.split("## Replaced parts of other packages")[1].split("\n## ")[0].splitlines()
+    parts = [part for row in rows if row.startswith("| `") for part in re.findall("`([^`]+)`", row.split("|")[1])]
+
+    def names(part: str) -> list[str]:
+        return [name for name in PATCHES if fnmatchcase(name, part) or fnmatchcase(name, f"*.{part}")]
+
+    assert [part for part in parts if not names(part)] == []
+    assert PATCHES.keys() - {name for part in parts for name in names(part)} == set()
 
 
 @pytest.mark.parametrize("package", FOR_CUDA)
