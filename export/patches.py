@@ -164,6 +164,7 @@ PATCHES: dict[str, Patch] = {
         _GPU,
         "_is_compiled",
         "is_available",
+        "device_count",
         "current_device",
         "_exchange_device",
         "_maybe_exchange_device",

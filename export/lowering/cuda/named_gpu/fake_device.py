@@ -50,6 +50,7 @@ def fake_device(gpu: Gpu) -> Iterator[None]:
     of_cuda = {
         "_is_compiled": True,
         "is_available": True,
+        "device_count": 1,
         "current_device": 0,
         "_exchange_device": 0,
         "_maybe_exchange_device": 0,
