@@ -102,8 +102,6 @@ PATCHES: dict[str, Patch] = {
         "Python is made of a graph when it is called, which hardly any is",
         "torch.fx.GraphModule.recompile",
     ),
-    **_group("a node's history is shared, not copied deeply for each pass", "torch.fx.traceback.NodeSource.__init__"),
-    **_group("composite operators are looked up once", "torch._export.utils._materialize_cpp_cia_ops"),
     **_group(
         "the Python stack of each traced node is looked up for nobody", "torch.fx.config.do_not_emit_stack_traces"
     ),
