@@ -306,11 +306,9 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
     config = settled(replace(config, dry_run=config.dry_run or config.fit_only))
 
     from eagle3.export.lowering.gc_tuning import collected_rarely, not_collected_at_exit
-    from eagle3.export.patching.light_imports import imported_lightly
 
     not_collected_at_exit()
-    for each in (collected_rarely(), imported_lightly()):
-        click.get_current_context().with_resource(each)
+    click.get_current_context().with_resource(collected_rarely())
 
     from eagle3.export.report import plan_json, plan_text, result_text
 

@@ -33,23 +33,8 @@ def _group(why: str, *names: str, prefix: str = "", optional: bool = False, thre
 
 _GPU = "it would ask the GPU that is only named: the answer is the named one's"
 _WEIGHTS = "weights stay on the host, where fake CUDA tensors know them"
-_AUTOTUNER = "torch._inductor.runtime.triton_heuristics.CachingAutotuner."
 PATCHES: dict[str, Patch] = {
     # --- Any backend
-    **_group(
-        "what transformers' models import where it is installed, and a plan does not need, takes two seconds",
-        *(
-            f"{place}.{name}"
-            for place in ("utils", "utils.import_utils")
-            for name in (
-                "is_torch_distributed_available",
-                "is_torchao_available",
-                "is_scipy_available",
-                "is_torch_flex_attn_available",
-            )
-        ),
-        prefix="transformers.",
-    ),
     **_group(
         "a pass that would change no node leaves the graph, and what it repeats keeps the shapes that it had",
         "executorch.exir.pass_base._ExportPassBase.call",
@@ -118,8 +103,6 @@ PATCHES: dict[str, Patch] = {
         "Python is made of a graph when it is called, which hardly any is",
         "torch.fx.GraphModule.recompile",
     ),
-    **_group("a node's history is shared, not copied deeply for each pass", "torch.fx.traceback.NodeSource.__init__"),
-    **_group("composite operators are looked up once", "torch._export.utils._materialize_cpp_cia_ops"),
     **_group(
         "the Python stack of each traced node is looked up for nobody", "torch.fx.config.do_not_emit_stack_traces"
     ),
@@ -168,22 +151,13 @@ PATCHES: dict[str, Patch] = {
         "methods are compiled in two processes",
         "executorch.backends.cuda.cuda_backend.CudaBackend.preprocess_multimethod",
     ),
-    **_group(_GPU, "torch.version.cuda", "torch.accelerator.is_available", optional=True),
     **_group(
         _GPU,
-        *(
-            f"{owner}.{name}"
-            for owner in ("cuda", "_C")
-            for name in (
-                "_exchange_device",
-                "_maybe_exchange_device",
-                "_cuda_exchangeDevice",
-                "_cuda_maybeExchangeDevice",
-                "_cuda_getCurrentRawStream",
-            )
-        ),
+        "version.cuda",
+        "accelerator.is_available",
+        "_C._cuda_getCurrentRawStream",
         prefix="torch.",
-        optional=True,  # a CPU build lacks most
+        optional=True,  # a CPU build lacks some
     ),
     **_group(
         _GPU,
@@ -191,10 +165,8 @@ PATCHES: dict[str, Patch] = {
         "is_available",
         "device_count",
         "current_device",
-        "set_device",
-        "synchronize",
-        "_lazy_init",
-        "empty_cache",
+        "_exchange_device",
+        "_maybe_exchange_device",
         "get_device_properties",
         "get_device_capability",
         "get_rng_state",
@@ -203,19 +175,8 @@ PATCHES: dict[str, Patch] = {
     ),
     **_group(
         _GPU,
-        "get_compute_capability",
-        "is_available",
-        "is_triton_capable",
-        "raise_if_triton_unavailable",
         "get_device_properties",
-        "current_device",
-        "set_device",
-        "synchronize",
-        "get_raw_stream",
-        "exchange_device",
-        "maybe_exchange_device",
         "Worker.get_device_properties",
-        "Worker.current_device",
         prefix="torch._dynamo.device_interface.CudaInterface.",
     ),
     **_group(
@@ -231,16 +192,9 @@ PATCHES: dict[str, Patch] = {
     **_group("nothing is loaded or launched", "torch._inductor.runtime.triton_helpers.set_driver_to_gpu"),
     **_group(
         "a kernel is compiled with one configuration, and nothing is loaded or launched",
-        "_create_compile_options",
-        "_precompile_worker",
-        "_make_launchers",
-        "_dynamic_scale_rblock",
-        "run",
-        prefix=_AUTOTUNER,
-    ),
-    **_group(
-        "nothing is loaded or launched",
-        "torch._inductor.runtime.triton_heuristics.StaticTritonCompileResult.can_statically_launch",
+        "CachingAutotuner._create_compile_options",
+        "get_caching_autotuner_plugins",
+        prefix="torch._inductor.runtime.triton_heuristics.",
     ),
     **_group(
         "nothing can be timed: templates are ranked by an estimate",

@@ -49,7 +49,7 @@ def cuda_details(name: str, tables: dict[str, list[WeightTable]], read: Callable
     kernels = [(kernel, fatbin) for library in libraries for kernel, fatbin in library.kernels.items()]
     symbols = sorted({symbol for library in libraries for symbol in library.needs})
     return {
-        "library": _extent([len(blob) for blob in blobs]),
+        "library": extent([len(blob) for blob in blobs]),
         "architectures": architectures(kernels),
         "kernels": {kind: _kernels(members) for kind, members in _sorted_into(KERNEL_KINDS, kernels).items()},
         "symbols": {
@@ -77,7 +77,7 @@ def _sorted_into(kinds: dict[str, re.Pattern], named: Iterable[tuple]) -> dict[s
 
 
 def _kernels(members: list[tuple[str, bytes]]) -> dict[str, Any]:
-    return _extent([len(fatbin) for _, fatbin in members]) | {"names": sorted(kernel for kernel, _ in members)}
+    return extent([len(fatbin) for _, fatbin in members]) | {"names": sorted(kernel for kernel, _ in members)}
 
 
 def architectures(kernels: Iterable[tuple[str, bytes]]) -> dict[str, dict[str, int]]:
@@ -113,10 +113,11 @@ def weights(storages: dict[str, CudaWeight]) -> dict[str, Any]:
 
 
 def _weights_extent(storages: dict[str, CudaWeight]) -> dict[str, int]:
-    return _extent([weight.storage_bytes for weight in storages.values()])
+    return extent([weight.storage_bytes for weight in storages.values()])
 
 
-def _extent(sizes: list[int]) -> dict[str, int]:
+def extent(sizes: list[int]) -> dict[str, int]:
+    """Return how many parts there are, and their bytes."""
     return {"count": len(sizes), "bytes": sum(sizes)}
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.runner.artifact import cuda_library
 from eagle3.runner.artifact.cuda_delegates import naming, weight_tables
-from eagle3.runner.artifact.cuda_library import CUDA_BACKEND
+from eagle3.runner.artifact.cuda_library import CUDA_BACKEND, extent
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, check_stored, read_ptd_index
 from eagle3.runner.artifact.gpu_needs import gpu_memory
 from eagle3.runner.artifact.pte import Pte, read_pte
@@ -130,7 +130,7 @@ def xnnpack_details(pte: Pte, _plan: "ExecutionPlan", entries: list["BackendDele
     named = {item.key.encode(): item.segment_index for item in pte.program.named_data or ()}
     blobs = (pte.segment(entry.processed.index) for entry in entries if entry.processed.location.name == "SEGMENT")
     segments = {named[text] for blob in blobs for text in re.findall(rb"[\x20-\x7e]{4,}", blob) if text in named}
-    return {"named_data": _extent([pte.program.segments[index].size for index in segments])}
+    return {"named_data": extent([pte.program.segments[index].size for index in segments])}
 
 
 def cuda_details(pte: Pte, plan: "ExecutionPlan", _entries: list["BackendDelegate"]) -> dict[str, Any]:
@@ -189,9 +189,9 @@ def weights(pte: Pte) -> dict[str, Any]:
     inline = sum(pte.delegate_bytes(delegate) for (place, _), delegate in blobs.items() if place == "INLINE")
     named = {item.segment_index for item in program.named_data or ()}
     parts = {
-        "delegates": _extent([pte.delegate_bytes(delegate) for delegate in blobs.values()]),
+        "delegates": extent([pte.delegate_bytes(delegate) for delegate in blobs.values()]),
         "constants": _subsegments(program, [program.constant_segment]),
-        "named_data": _extent([program.segments[index].size for index in named]),
+        "named_data": extent([program.segments[index].size for index in named]),
         "initial_state": _subsegments(program, program.mutable_data_segments or []),
     }
     structure = pte.program_bytes - inline
@@ -223,8 +223,4 @@ def constant_tensors(program: "Program") -> dict[str, Any]:
     for tensor in tensors.values():
         by_dtype.setdefault(_tensor(tensor)["dtype"], []).append(_tensor_bytes(tensor))
     unused = [_tensor_bytes(tensor) for buffer, tensor in tensors.items() if buffer not in used]
-    return {"by_dtype": {name: _extent(sizes) for name, sizes in by_dtype.items()}, "unused": _extent(unused)}
-
-
-def _extent(sizes: list[int]) -> dict[str, int]:
-    return {"count": len(sizes), "bytes": sum(sizes)}
+    return {"by_dtype": {name: extent(sizes) for name, sizes in by_dtype.items()}, "unused": extent(unused)}

@@ -29,7 +29,6 @@ from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.twin import check_draft
 
 Shapes = dict[str, tuple[int, ...]]
-SPOKEN = 32000
 READ, REFUSED, WRONG = "read", "refused", "WRONG"
 
 

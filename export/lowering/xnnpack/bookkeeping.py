@@ -1,9 +1,7 @@
 """Removes repeated bookkeeping of PyTorch and ExecuTorch while they trace and lower. This only saves time: the program
 is the same.
 
-- Each node that is made from another one copies its whole history deeply, in each pass.
 - Each traced node looks up and formats its Python stack; ExecuTorch writes none of it.
-- Each pass asks the dispatcher for the composite operators of each of some thirty namespaces.
 - ExecuTorch's table of the edge dialect, 138 kB of YAML, is read by a parser written in Python.
 - Each graph that a pass builds or changes is written as Python and compiled, but a lowering calls hardly any.
 """
@@ -15,45 +13,21 @@ from types import ModuleType
 from typing import Any
 
 import yaml
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.graph import _PyTreeCodeGen
-from torch.fx.traceback import NodeSource, NodeSourceAction
 
-from eagle3.export.patching.patches import all_replaced, original, replaced
+from eagle3.export.patching.patches import original, replaced
 
 PARSER, TABLE = "ruamel.yaml", "executorch.exir.dialects.edge._ops"
-COMPOSITES = "torch._export.utils._materialize_cpp_cia_ops"
 NO_STACKS = "torch.fx.config.do_not_emit_stack_traces"
-HISTORY = "torch.fx.traceback.NodeSource.__init__"
 RECOMPILE = "torch.fx.GraphModule.recompile"
 
 
 @contextmanager
-def kept_once() -> Iterator[None]:
-    """Give nodes no stack and share the history of the node that they were made from; look composite operators up
-    once."""
-    original(COMPOSITES)()
-    with all_replaced({NO_STACKS: True, HISTORY: _begin, COMPOSITES: _nothing}):
+def without_stacks() -> Iterator[None]:
+    """Give nodes that are traced no Python stack."""
+    with replaced(NO_STACKS, True):
         yield
-
-
-def _begin(
-    self: NodeSource,
-    node: Node | None,
-    pass_name: str = "",
-    action: NodeSourceAction | list[NodeSourceAction] | None = None,
-) -> None:
-    self.pass_name = pass_name
-    self.action = action if isinstance(action, list) else [] if action is None else [action]
-    self.node_info, self.from_node = None, []
-    if node:
-        self.node_info = NodeSource.NodeInfo(node.name, str(node.target), id(node.graph))
-        self.from_node = list(node.meta.get("from_node", ()))
-    self._action_string = self._dict = None
-
-
-def _nothing() -> None:
-    pass
 
 
 class LibYaml:

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 
 from eagle3.export.lowering.edge.replays import repeated_alone
 from eagle3.export.lowering.gc_tuning import collected_rarely
-from eagle3.export.lowering.xnnpack.bookkeeping import code_on_call, kept_once
+from eagle3.export.lowering.xnnpack.bookkeeping import code_on_call, without_stacks
 from eagle3.export.lowering.xnnpack.forms import product_rotary, rows_before_heads, tanh_gelu, use_product_norms
 from eagle3.export.lowering.xnnpack.full_attention import FullAttention
 from eagle3.export.lowering.xnnpack.llm_ops_attention import LlmOpsAttention
@@ -38,7 +38,13 @@ def tracing(model: nn.Module, rows: int) -> Iterator[None]:
         split_wide_linears(model, rows)
     kinds = (FullAttention, LlmOpsAttention)
     head_dims = {module.shape.head_dim for module in model.modules() if isinstance(module, kinds)}
-    with product_rotary(model, head_dims), rows_before_heads(model), tanh_gelu(model), collected_rarely(), kept_once():
+    with (
+        product_rotary(model, head_dims),
+        rows_before_heads(model),
+        tanh_gelu(model),
+        collected_rarely(),
+        without_stacks(),
+    ):
         yield
 
 
@@ -49,7 +55,7 @@ def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str
     with (
         collected_rarely(),
         code_on_call(),
-        kept_once(),
+        without_stacks(),
         repeated_alone(decompose_by_node=True),
         applicable_passes(),
         scales_in_names(),

@@ -3,6 +3,8 @@ the register."""
 
 import ast
 import importlib.metadata
+import re
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -75,6 +77,18 @@ def test_every_patch_is_used_and_nothing_is_replaced_outside_the_register():
             + ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
         }
         assert not {"unittest", "unittest.mock"} & imported, path
+
+
+def test_the_readme_has_a_row_for_every_replaced_part_and_for_nothing_else():
+    readme = (ROOT / "export" / "README.md").read_text()
+    rows = readme.split("## Replaced parts of other packages")[1].split("\n## ")[0].splitlines()
+    parts = [part for row in rows if row.startswith("| `") for part in re.findall("`([^`]+)`", row.split("|")[1])]
+
+    def names(part: str) -> list[str]:
+        return [name for name in PATCHES if fnmatchcase(name, part) or fnmatchcase(name, f"*.{part}")]
+
+    assert [part for part in parts if not names(part)] == []
+    assert PATCHES.keys() - {name for part in parts for name in names(part)} == set()
 
 
 @pytest.mark.parametrize("package", FOR_CUDA)

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, int4_reference, tiled
+from eagle3.export.lowering.cuda.kernels.int4 import BLOCK
 from eagle3.export.lowering.cuda.kernels.small_m import WARPS, on_all_rows, operand, sum_of_groups
 from eagle3.export.lowering.cuda.kernels.sums import COUNTERS, arrive, gate_of
 
@@ -313,9 +313,3 @@ def _launch_records(
         maxnreg=REGISTERS[of_tile], **constants,
     )  # fmt: skip
     return out
-
-
-def records_reference(x: Tensor, packed: Tensor, activation: str = "") -> Tensor:
-    """The kernel in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
-    qdata, *scales = unpacked(packed)
-    return int4_reference(x, [qdata], *tiled(*scales), activation=activation)

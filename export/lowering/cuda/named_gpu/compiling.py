@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import HeuristicType
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner, CompileResult, config_to_dict
+from torch._inductor.runtime.triton_heuristics import (
+    CachingAutotuner,
+    CachingAutotunerPlugin,
+    CompileResult,
+    config_to_dict,
+)
 from triton import Config
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
@@ -28,7 +34,6 @@ from eagle3.runner.hardware.gpus import REGISTERS, Gpu
 
 TRITON, INDUCTOR = "triton.backends.nvidia.compiler.", "torch._inductor."
 HEURISTICS = f"{INDUCTOR}runtime.triton_heuristics."
-AUTOTUNER = f"{HEURISTICS}CachingAutotuner."
 
 LAST_PLAIN = 89  # the last architecture whose matrix instructions every later one has
 
@@ -69,11 +74,60 @@ def add_grid(inductor_meta: dict[str, Any], config: Config) -> None:
         grids.append(tiles[0] | {"config": named})
 
 
+class OneConfiguration(CachingAutotunerPlugin):
+    """Compiles each kernel with one configuration that fits ``gpu``, and keeps it instead of a launch: the first that
+    fits for Inductor's own kernels, the one that ``configurations`` chooses for a hand-written kernel."""
+
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
+
+    def pre_compile(self, autotuner: CachingAutotuner) -> None:
+        if not autotuner.compile_results:
+            autotuner.compile_results, autotuner.configs = [self.chosen(autotuner)], None
+        if not autotuner.launchers:
+            (result,) = autotuner.compile_results
+            result.kernel._init_handles = lambda: None  # it would load the kernel on the GPU
+            autotuner.launchers = [result.make_launcher()]
+
+    def pre_dispatch(self, autotuner: CachingAutotuner, *_args: object, stream: int, **_kwargs: object) -> None:
+        if not autotuner.launchers:
+            autotuner.precompile()
+        autotuner.save_gpu_kernel(stream, autotuner.launchers[0])
+
+    def chosen(self, autotuner: CachingAutotuner) -> CompileResult:
+        """Return the compiled kernel, whose grid is in the metadata. Raises ValueError if no configuration fits."""
+        gpu = self.gpu
+        refusals: list[str] = []
+
+        def compiled(config: Config) -> CompileResult | None:
+            try:
+                result = autotuner._precompile_config(config)
+            except (OutOfResources, PTXASError) as error:
+                refusals.append(str(error))
+                return None
+            shared = result.kernel.metadata.shared
+            if shared <= gpu.shared_memory_per_block:
+                return result
+            refusals.append(f"{shared} bytes of shared memory, {gpu.name} has {gpu.shared_memory_per_block}")
+            return None
+
+        if autotuner.heuristic_type != HeuristicType.USER_AUTOTUNE:
+            result = next(filter(None, map(compiled, autotuner.configs)), None)
+        elif len(autotuner.configs) > 1:
+            result = best(autotuner.configs, compiled, gpu)
+        else:
+            (config,) = autotuner.configs
+            result = only(config, compiled, gpu)
+        if result is None:
+            name = autotuner.fn.__name__
+            raise ValueError(f"no configuration of the kernel {name} fits sm_{gpu.arch}: {refusals[-1]}")
+        add_grid(autotuner.inductor_meta, result.config)
+        return result
+
+
 @contextmanager
 def compiling(gpu: Gpu) -> Iterator[None]:
-    """Compile each kernel with one configuration that fits ``gpu``, and keep it: the first that fits for Inductor's own
-    kernels, the one that ``configurations`` chooses for a hand-written kernel."""
-
+    """Make Triton compile plain code for ``gpu``, and Inductor each kernel as ``OneConfiguration`` says."""
     make_options = CachingAutotuner._create_compile_options
     make_ttgir, make_llir = compiler.CUDABackend.make_ttgir, compiler.CUDABackend.make_llir
 
@@ -88,50 +142,11 @@ def compiling(gpu: Gpu) -> Iterator[None]:
     def make_plain_ttgir(mod: object, metadata: dict[str, Any], opt: object, capability: int) -> object:
         return make_ttgir(mod, metadata, opt, min(capability, LAST_PLAIN))
 
-    def compile_one(self: CachingAutotuner) -> None:
-        if self.compile_results:
-            return
-        refusals: list[str] = []
-
-        def compiled(config: Config) -> CompileResult | None:
-            try:
-                result = self._precompile_config(config)
-            except (OutOfResources, PTXASError) as error:
-                refusals.append(str(error))
-                return None
-            shared = result.kernel.metadata.shared
-            if shared <= gpu.shared_memory_per_block:
-                return result
-            refusals.append(f"{shared} bytes of shared memory, {gpu.name} has {gpu.shared_memory_per_block}")
-            return None
-
-        if self.heuristic_type != HeuristicType.USER_AUTOTUNE:
-            result = next(filter(None, map(compiled, self.configs)), None)
-        elif len(self.configs) > 1:
-            result = best(self.configs, compiled, gpu)
-        else:
-            (config,) = self.configs
-            result = only(config, compiled, gpu)
-        if result is None:
-            raise ValueError(f"no configuration of the kernel {self.fn.__name__} fits sm_{gpu.arch}: {refusals[-1]}")
-        add_grid(self.inductor_meta, result.config)
-        self.compile_results, self.configs = [result], None
-
-    def make_launchers(self: CachingAutotuner) -> None:
-        if not self.launchers:
-            (result,) = self.compile_results
-            result.kernel._init_handles = lambda: None  # it would load the kernel on the GPU
-            self.launchers = [result.make_launcher()]
-
-    def keep_instead_of_launch(self: CachingAutotuner, *_args: object, stream: int, **_kwargs: object) -> None:
-        if not self.launchers:
-            self.precompile()
-        self.save_gpu_kernel(stream, self.launchers[0])
-
     earlier = driver._active
     driver.set_active(NamedDriver(gpu))
     try:
         with (
+            inductor.patch({"use_static_triton_launcher": False}),  # it would load the kernel on the GPU
             # Triton's cache key does not include the plain architecture, so this code needs a cache of its own.
             environment({"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-portable")}),
             all_replaced(
@@ -141,14 +156,8 @@ def compiling(gpu: Gpu) -> Iterator[None]:
                     f"{TRITON}CUDABackend.make_llir": make_plain_llir,
                     f"{INDUCTOR}codegen.cuda.compile_utils._nvcc_arch_as_compile_option": lambda: str(gpu.arch),
                     f"{INDUCTOR}runtime.triton_helpers.set_driver_to_gpu": lambda: None,
-                    f"{AUTOTUNER}_create_compile_options": make_all_options,
-                    f"{AUTOTUNER}_precompile_worker": compile_one,
-                    f"{AUTOTUNER}_make_launchers": make_launchers,
-                    f"{AUTOTUNER}_dynamic_scale_rblock": lambda _self: None,  # it would query the occupancy
-                    f"{AUTOTUNER}run": keep_instead_of_launch,
-                    f"{HEURISTICS}StaticTritonCompileResult.can_statically_launch": staticmethod(
-                        lambda *_a, **_k: None
-                    ),
+                    f"{HEURISTICS}CachingAutotuner._create_compile_options": make_all_options,
+                    f"{HEURISTICS}get_caching_autotuner_plugins": lambda _autotuner: [OneConfiguration(gpu)],
                 }
             ),
         ):

@@ -47,49 +47,26 @@ def fake_device(gpu: Gpu) -> Iterator[None]:
     """Make ``torch.cuda`` and Inductor's device interface describe ``gpu``. Streams and devices all have the number
     0."""
     properties = DeviceProperties(gpu)
-    index_zero = (
-        "_exchange_device",
-        "_maybe_exchange_device",
-        "_cuda_exchangeDevice",
-        "_cuda_maybeExchangeDevice",
-        "_cuda_getCurrentRawStream",
-    )
-    interface = "torch._dynamo.device_interface.CudaInterface."
+    interface = "torch._dynamo.device_interface.CudaInterface."  # its other queries ask torch.cuda when they are called
     of_cuda = {
         "_is_compiled": True,
         "is_available": True,
         "device_count": 1,
         "current_device": 0,
-        "set_device": None,
-        "synchronize": None,
-        "_lazy_init": None,
-        "empty_cache": None,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
         "get_device_properties": properties,
         "get_device_capability": gpu.capability,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": None,
     }
-    of_interface = {
-        "get_compute_capability": gpu.arch,
-        "is_available": True,
-        "is_triton_capable": True,
-        "raise_if_triton_unavailable": None,
-        "get_device_properties": properties,
-        "current_device": 0,
-        "set_device": None,
-        "synchronize": None,
-        "get_raw_stream": 0,
-        "exchange_device": 0,
-        "maybe_exchange_device": 0,
-    }
-    of_worker = {"get_device_properties": properties, "current_device": 0}
     values = {
         "torch.version.cuda": torch.version.cuda or CUDA_VERSION,
         "torch.accelerator.is_available": _always(False),  # it would ask the driver for streams
-        **{f"torch.{owner}.{name}": _always(0) for owner in ("cuda", "_C") for name in index_zero},
+        "torch._C._cuda_getCurrentRawStream": _always(0),
         **{f"torch.cuda.{name}": _always(value) for name, value in of_cuda.items()},
-        **{f"{interface}{name}": staticmethod(_always(value)) for name, value in of_interface.items()},
-        **{f"{interface}Worker.{name}": staticmethod(_always(value)) for name, value in of_worker.items()},
+        f"{interface}get_device_properties": staticmethod(_always(properties)),
+        f"{interface}Worker.get_device_properties": staticmethod(_always(properties)),
     }
     with ExitStack() as stack:
         stack.enter_context(all_replaced(values))

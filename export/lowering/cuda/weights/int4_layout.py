@@ -13,8 +13,6 @@ from executorch.extension.llm.export.int4 import ExportableInt4Tensor
 from torch import Tensor
 
 BLOCK = 256  # the number of weights that share a step
-GROUPS = (32, 64, 128, 256)
-"""Group sizes that the kernels support. A larger group is stored as several groups of 256."""
 STEPS = range(255, 223, -1)
 """The codes that are tried for the largest scale of a block."""
 ROWS = 1024  # the number of rows that are converted at a time

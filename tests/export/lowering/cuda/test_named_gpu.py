@@ -26,7 +26,7 @@ from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_ho
 from eagle3.export.lowering.cuda.kernels import sums
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.choices import choices
-from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+from eagle3.export.lowering.cuda.named_gpu.compiling import OneConfiguration, compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import groups, usage
 from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device
 from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, Tile, nanoseconds
@@ -124,7 +124,6 @@ def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: Heu
         return SimpleNamespace(kernel=kernel, config=config)
 
     return SimpleNamespace(
-        compile_results=[],
         configs=configs,
         fn=SimpleNamespace(__name__="kernel"),
         heuristic_type=kind,
@@ -135,12 +134,8 @@ def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: Heu
 
 def chosen(arch: str, *args) -> tuple[Config, list[dict]]:
     one = tuner(*args)
-    with (
-        compiling(BY_ARCH[arch]),
-        patch("eagle3.export.lowering.cuda.named_gpu.configurations.usage", lambda cubin: cubin),
-    ):
-        CachingAutotuner._precompile_worker(one)
-    (result,) = one.compile_results
+    with patch("eagle3.export.lowering.cuda.named_gpu.configurations.usage", lambda cubin: cubin):
+        result = OneConfiguration(BY_ARCH[arch]).chosen(one)
     return result.config, one.inductor_meta["precomputed_grids"]
 
 
