@@ -1,7 +1,8 @@
 """Generates on a thread of its own.
 
 Requests wait in a queue; each has the caches of one model to itself, and the rounds of several models alternate. Only
-this thread touches the models. It reports everything to the event loop of the request.
+this thread runs the models' methods; threads that check requests read their metadata and their tokenizer. It reports
+everything to the event loop of the request.
 """
 
 import asyncio
