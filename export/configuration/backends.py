@@ -40,7 +40,7 @@ class BackendEntry:
     window_rows: tuple[int, ...] = (8, 16)
     """The bounds of a verify window's rows. Prefill takes more rows than the first bound that holds the window."""
     rolls_back_states: bool = False
-    """True where layers with a recurrent state are computed."""
+    """True where layers with a recurrent state or a short convolution are computed."""
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that only this backend reads; they are refused with another one."""
 

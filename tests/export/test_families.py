@@ -17,7 +17,15 @@ from eagle3.runner.inspect.cli import main as inspect_main
 from eagle3.runner.rounds.loop import complete
 from eagle3.targets.attention import EagerAttention
 
-WINDOWS = {"gemma4-31B": 16, "gemma4-E2B": 16, "assistant": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}
+WINDOWS = {
+    "gemma4-31B": 16,
+    "gemma4-E2B": 16,
+    "assistant": 16,
+    "auto": 16,
+    "gpt-oss-20b": 16,
+    "llama4-maverick": 24,
+    "lfm2": 16,
+}
 WITHOUT_DRAFT_CACHE = ("assistant", "mlp")
 PARALLEL = ("qwen3-4B", *FOR_LLAMA)
 TAPS = {
