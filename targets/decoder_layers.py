@@ -80,9 +80,8 @@ class DecoderLayersTarget(nn.Module):
             sinks = has_sinks(attn)
             shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, sinks, window.chunked, heads=heads)
             attn.kv_attention = attention(shape)
-        self.recurrent: RecurrentPositions | None = (
-            RecurrentPositions() if any(map(is_gated_delta, self.layers)) else None
-        )
+        recurrent = any(map(is_gated_delta, self.layers))
+        self.recurrent: RecurrentPositions | None = RecurrentPositions() if recurrent else None
 
     @property
     def mixers(self) -> list[Any]:

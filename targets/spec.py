@@ -215,9 +215,7 @@ def layer_windows(config: "PreTrainedConfig") -> list[Window]:
                 "eagle3-export --list-targets lists models"
             )
     windows = [_window(config, kind) for kind in kinds]
-    ring = Window(
-        max(window.tokens for window in windows) or CONVOLUTION_WINDOW
-    )  # one for all, as the runner knows one
+    ring = Window(max(window.tokens for window in windows) or CONVOLUTION_WINDOW)  # the runner knows one for all layers
     return [ring if kind == CONVOLUTION else window for kind, window in zip(kinds, windows, strict=True)]
 
 

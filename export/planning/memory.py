@@ -74,8 +74,7 @@ def _target_parts(
 
     family = spec.module()
     attention = with_int8_caches(note) if int8 else note
-    with torch.device("meta"):
-        target = family.Target(family.skeleton(config, max_seq_len).model, max_seq_len, attention, dtype)
+    target = family.Target(family.skeleton(config, max_seq_len).model, max_seq_len, attention, dtype)
     return shapes, target
 
 

@@ -17,15 +17,8 @@ from eagle3.runner.inspect.cli import main as inspect_main
 from eagle3.runner.rounds.loop import complete
 from eagle3.targets.attention import EagerAttention
 
-WINDOWS = {
-    "gemma4-31B": 16,
-    "gemma4-E2B": 16,
-    "assistant": 16,
-    "auto": 16,
-    "gpt-oss-20b": 16,
-    "llama4-maverick": 24,
-    "lfm2": 16,
-}
+OF_16 = ("gemma4-31B", "gemma4-E2B", "assistant", "auto", "gpt-oss-20b", "lfm2")
+WINDOWS = dict.fromkeys(OF_16, 16) | {"llama4-maverick": 24}
 WITHOUT_DRAFT_CACHE = ("assistant", "mlp")
 PARALLEL = ("qwen3-4B", *FOR_LLAMA)
 TAPS = {
