@@ -1,15 +1,19 @@
 """Targets with short convolutions: every split of a text into calls gives transformers' own states, rejected rows leave
 nothing behind, and each fault put in by hand is noticed."""
 
+import json
 import random
 from itertools import combinations
 
 import pytest
 import torch
+from commands import fail_command, run_command
 from family_configs import family_config
-from transformers import AutoModelForCausalLM
+from published_checkpoints import save_sparse
+from transformers import AutoModelForCausalLM, Lfm2Config
 
 from eagle3.export.checkpoints import open_source
+from eagle3.export.cli import main as export_main
 from eagle3.export.planning.memory import cache_bytes, state_bytes, target_caches
 from eagle3.export.twin.randomize import randomize
 from eagle3.runner.cache.cached_tokens import still_held
@@ -152,3 +156,35 @@ def test_the_rings_are_counted(monkeypatch):
     ring = [state_bytes(TARGETS["auto"], config, length, torch.float32) for length in (100, 101)]
     assert ring[0] == ring[1] == 3 * (2 * WINDOW + 2) * 64 * 4
     assert cache_bytes(target_caches(TARGETS["auto"], config, 100, torch.float32)) == 2 * 2 * 16 * 100 * 4
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder with the shapes of LFM2 1.2B."""
+    folder = tmp_path_factory.mktemp("published")
+    attending = [2, 5, 8, 10, 12, 14]
+    config = Lfm2Config(hidden_size=2048, num_hidden_layers=16, full_attn_idxs=attending, block_ff_dim=12288)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(config).state_dict()
+    shapes = {name: (tuple(value.shape), "BF16", 2) for name, value in shapes.items() if name != "lm_head.weight"}
+    save_sparse(folder / "model.safetensors", shapes)
+    return folder
+
+
+def flags(folder, backend: str) -> tuple:
+    return ("--target-model", "lfm2-1.2B", "--checkpoint", folder, "--draft", "none", "--backend", backend, "--dry-run")
+
+
+def test_lfm2_in_its_published_shape_is_planned(published):
+    done = run_command(export_main, *flags(published, "xnnpack"), "--random-weights", "--json")
+    facts = json.loads(done.stdout)
+    assert 1.16e9 < facts["target_parameters"] < 1.18e9
+    assert facts["methods"][0] == {"name": "prefill", "min_len": 9, "max_len": 512}
+    assert facts["twin"]["target"]["logits"] < 1e-4
+    assert state_bytes(TARGETS["auto"], Lfm2Config.from_pretrained(published), 4096, torch.float32) == 10 * 1026 * 8192
+
+
+def test_cuda_refuses_convolutions_in_a_line(published):
+    _, line = fail_command(export_main, *flags(published, "cuda"), "--random-weights")
+    assert "the target (lfm2) has layers with a short convolution" in line and "type --backend xnnpack" in line
