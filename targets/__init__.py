@@ -234,6 +234,18 @@ TARGETS: dict[str, TargetSpec] = {
         repository="Qwen/Qwen3.8-27B",
         heads=("z-lab/Qwen3.8-27B-DFlash2",),
     ),
+    "lfm2-1.2B": TargetSpec(
+        "LFM2 1.2B, short convolutions",
+        DECODER_LAYERS,
+        model_types=("lfm2",),
+        repository="LiquidAI/LFM2-1.2B",
+    ),
+    "lfm2-8B-A1B": TargetSpec(
+        "LFM2 8B-A1B, 32 experts, short convolutions",
+        DECODER_LAYERS,
+        model_types=("lfm2_moe",),
+        repository="LiquidAI/LFM2-8B-A1B",
+    ),
     "auto": TargetSpec(
         "by config.json: any decoder-only model of transformers whose small random copy gives transformers' logits",
         DECODER_LAYERS,

@@ -30,6 +30,7 @@ from eagle3.targets.conversion import Conversion
 from eagle3.targets.experts import Experts
 from eagle3.targets.gated_delta import GatedDeltaState, is_gated_delta, use_gated_delta
 from eagle3.targets.recurrent import RecurrentPositions, RecurrentRows
+from eagle3.targets.short_conv import ShortConvState, is_short_conv, mixer_with_state
 from eagle3.targets.softcap import softcapped
 from eagle3.targets.spec import RECURRENT, Convert, Skeleton, Weights, Window, has_field, layer_windows
 from eagle3.targets.text_part import TextPart, build
@@ -60,6 +61,9 @@ class DecoderLayersTarget(nn.Module):
             if is_gated_delta(layer):
                 layer.linear_attn.kept_state = GatedDeltaState(layer.linear_attn)  # type: ignore[union-attr]
                 continue
+            if is_short_conv(layer):
+                layer.conv.kept_state = ShortConvState(layer.conv, window.tokens, max_seq_len)  # type: ignore[union-attr]
+                continue
             if not attends_to_text(layer):
                 continue
             attn: Any = layer.self_attn  # a class of transformers
@@ -76,12 +80,13 @@ class DecoderLayersTarget(nn.Module):
             sinks = has_sinks(attn)
             shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, sinks, window.chunked, heads=heads)
             attn.kv_attention = attention(shape)
-        self.recurrent: RecurrentPositions | None = RecurrentPositions() if self.mixers else None
+        recurrent = any(map(is_gated_delta, self.layers))
+        self.recurrent: RecurrentPositions | None = RecurrentPositions() if recurrent else None
 
     @property
     def mixers(self) -> list[Any]:
-        """The recurrent mixers of the layers that have one."""
-        return [layer.linear_attn for layer in self.layers if is_gated_delta(layer)]
+        """The submodules that keep a state, of the layers that have one."""
+        return [mixer for layer in self.layers if (mixer := mixer_with_state(layer)) is not None]
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -131,7 +136,7 @@ class DecoderLayersTarget(nn.Module):
         try:
             self.rows.by_window = self._rows(input_pos)
             recurrent = None if self.recurrent is None else self.recurrent.rows(input_pos)
-            positions = {"position_ids": input_pos[None], self.past_name: _Past(input_pos[0], self.layers, recurrent)}
+            positions = {"position_ids": input_pos[None], self.past_name: _Past(input_pos, self.layers, recurrent)}
             with RealRotary(), use_gated_delta(self.mixers):
                 out = self.causal_lm.model(tokens, use_cache=False, **positions)
         finally:
@@ -164,7 +169,7 @@ class DecoderLayersTarget(nn.Module):
         """Return the ``rows`` of the attention modules, by window."""
         rows: dict[Window, Any] = {}
         attending: Iterator[Any] = (
-            layer.self_attn for layer in self.layers if attends_to_text(layer) and not is_gated_delta(layer)
+            layer.self_attn for layer in self.layers if attends_to_text(layer) and mixer_with_state(layer) is None
         )
         for attn in attending:
             window = attn.kv_window
@@ -191,11 +196,11 @@ class _Past:
     layers = ()
     """Mllama asks which layers hold states of an image; none do."""
 
-    def __init__(self, seen: Tensor, decoder: nn.ModuleList, rows: RecurrentRows | None):
-        self._seen, self._decoder, self._rows = seen, decoder, rows
+    def __init__(self, input_pos: Tensor, decoder: nn.ModuleList, rows: RecurrentRows | None):
+        self._input_pos, self._decoder, self._rows = input_pos, decoder, rows
 
     def get_seq_length(self, *_args: object, **_kwargs: object) -> Tensor:
-        return self._seen
+        return self._input_pos[0]
 
     def update(self, key: Tensor, value: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
         return key, value
@@ -209,7 +214,9 @@ class _Past:
 
     def update_conv_state(self, mixed: Tensor, layer: int, **_given: object) -> Tensor:
         """Return the earlier rows of a convolution's inputs followed by those of this forward, [1, channels, T]."""
-        return self._state(layer).with_earlier(mixed, self._rows_of_states())
+        state = self._state(layer)
+        rows = self._input_pos if isinstance(state, ShortConvState) else self._rows_of_states()
+        return state.with_earlier(mixed, rows)
 
     def get_recurrent_state(self, layer: int, **_given: object) -> tuple[GatedDeltaState, RecurrentRows]:
         """Return the arguments for the function that stands in for transformers' rule."""
@@ -218,8 +225,8 @@ class _Past:
     def update_recurrent_state(self, *_given: object, **_kwargs: object) -> None:
         """Do nothing, since the state already holds the rows."""
 
-    def _state(self, layer: int) -> GatedDeltaState:
-        return self._decoder[layer].linear_attn.kept_state  # type: ignore[union-attr, return-value]
+    def _state(self, layer: int) -> Any:  # noqa: ANN401 - of either kind
+        return mixer_with_state(self._decoder[layer]).kept_state  # type: ignore[union-attr]
 
     def _rows_of_states(self) -> RecurrentRows:
         assert self._rows is not None  # a target with recurrent layers makes them
@@ -344,7 +351,7 @@ def _check_parts(model: PreTrainedModel | TextPart) -> None:
         without = (
             at
             for at, layer in enumerate(decoder.layers)
-            if not is_gated_delta(layer)
+            if mixer_with_state(layer) is None
             and (
                 attends_to_text(layer) != hasattr(layer, "self_attn")
                 or isinstance(getattr(layer, "self_attn", None), nn.ModuleList)

@@ -217,7 +217,8 @@ def _convolution(
 def use_gated_delta(mixers: Iterable[nn.Module]) -> Iterator[None]:
     """Replace the functions that transformers' layers call, in the modules of their classes."""
     ours = {ROW_RULE: _rule, CHUNK_RULE: _rule, CONVOLUTION: _convolution}
-    with _replaced((module, name, ours[name]) for module in _modules(mixers) for name in REPLACED):
+    modules = _modules(mixers)
+    with _replaced((module, name, ours[name]) for module in modules for name in REPLACED if hasattr(module, name)):
         yield
 
 

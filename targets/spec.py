@@ -190,6 +190,10 @@ class Window(NamedTuple):
 
 RECURRENT = "linear_attention"
 """The kind of layers with a recurrent state (``recurrent.py``)."""
+CONVOLUTION = "conv"
+"""The kind of layers with a short convolution (``short_conv.py``)."""
+CONVOLUTION_WINDOW = 512
+"""Tokens: the sliding window of a convolution's ring in a model without another one."""
 ROLLBACK_ROWS = 16
 """The most rows of a forward that recurrent layers can reject; a longer forward commits the rows before them."""
 _WINDOW_FIELDS = {
@@ -197,6 +201,7 @@ _WINDOW_FIELDS = {
     "sliding_attention": "sliding_window",
     "chunked_attention": CHUNK,
     RECURRENT: None,
+    CONVOLUTION: None,
 }
 
 
@@ -217,7 +222,9 @@ def layer_windows(config: "PreTrainedConfig") -> list[Window]:
                 f"layer_types has {kind}, but only {', '.join(_WINDOW_FIELDS)} are supported: "
                 "eagle3-export --list-targets lists models"
             )
-    return [_window(config, kind) for kind in kinds]
+    windows = [_window(config, kind) for kind in kinds]
+    ring = Window(max(window.tokens for window in windows) or CONVOLUTION_WINDOW)  # the runner knows one for all layers
+    return [ring if kind == CONVOLUTION else window for kind, window in zip(kinds, windows, strict=True)]
 
 
 def has_field(config: "PreTrainedConfig", name: str) -> bool:
@@ -234,6 +241,11 @@ def _window(config: "PreTrainedConfig", kind: str) -> Window:
 def is_recurrent(config: "PreTrainedConfig") -> bool:
     """Return True if a transformers text configuration has recurrent layers."""
     return RECURRENT in (getattr(config, "layer_types", None) or ())
+
+
+def has_convolutions(config: "PreTrainedConfig") -> bool:
+    """Return whether a transformers text configuration has layers with a short convolution."""
+    return CONVOLUTION in (getattr(config, "layer_types", None) or ())
 
 
 def sliding_window(config: "PreTrainedConfig") -> int:

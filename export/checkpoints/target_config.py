@@ -12,6 +12,7 @@ from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checkpoints.rope import check_rope, check_static
 from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG, MERGE_ADAPTER, foreign_weights
 from eagle3.targets import TARGETS, spec_for
+from eagle3.targets.spec import CONVOLUTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -232,6 +233,8 @@ def _check_ropes(file: Path, config: "PreTrainedConfig") -> None:
         return
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
     for kind in () if "rope_type" in rope else kinds:
+        if kind == CONVOLUTION:  # rotates nothing
+            continue
         if not isinstance(rope.get(kind), dict):
             raise ValueError(f"{file}: rope_parameters has nothing for {kind}: correct it, or copy config.json again")
     check_rope(config, str(file), static=False)

@@ -41,7 +41,7 @@ class BackendEntry:
     """The possible bounds of a verify window's rows. Prefill takes more rows than the first bound that holds the
     window."""
     rolls_back_states: bool = False
-    """True if the backend computes layers with a recurrent state."""
+    """True if the backend computes layers with a recurrent state or a short convolution."""
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that only this backend reads; they are refused with another backend."""
 

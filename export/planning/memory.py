@@ -11,11 +11,16 @@ from eagle3.export.draft.common.description import DraftDescription
 from eagle3.runner.hardware.gpus import CONTEXT_BYTES
 from eagle3.targets import TargetSpec
 from eagle3.targets.attention import KVCacheShape, ring_window, with_int8_caches
+from eagle3.targets.gated_delta import GatedDeltaState
+from eagle3.targets.recurrent import RecurrentPositions
+from eagle3.targets.short_conv import ShortConvState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 GIB = 1 << 30
+KEEPING = (GatedDeltaState, RecurrentPositions, ShortConvState)
+"""The modules with what layers keep that have no KV cache."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,20 @@ def target_caches(
 ) -> list[KVCacheShape]:
     """Return the KV caches of a target with transformers' text configuration ``config``. With ``int8``, its layers of
     full attention keep INT8 codes."""
+    return _target_parts(spec, config, max_seq_len, dtype, int8)[0]
+
+
+def state_bytes(spec: TargetSpec, config: "PreTrainedConfig", max_seq_len: int, dtype: torch.dtype) -> int:
+    """Return the bytes of what a target's other layers keep: states that roll back, and rings of convolutions."""
+    _, target = _target_parts(spec, config, max_seq_len, dtype)
+    kept = (module for module in target.modules() if isinstance(module, KEEPING))
+    return sum(buffer.nbytes for module in kept for buffer in module.buffers())
+
+
+def _target_parts(
+    spec: TargetSpec, config: "PreTrainedConfig", max_seq_len: int, dtype: torch.dtype, int8: bool = False
+) -> tuple[list[KVCacheShape], nn.Module]:
+    """Return the KV caches of a target, and the target without them and without weights."""
     shapes: list[KVCacheShape] = []
 
     def note(shape: KVCacheShape) -> nn.Module:
@@ -55,8 +74,8 @@ def target_caches(
 
     family = spec.module()
     attention = with_int8_caches(note) if int8 else note
-    family.Target(family.skeleton(config, max_seq_len).model, max_seq_len, attention, dtype)
-    return shapes
+    target = family.Target(family.skeleton(config, max_seq_len).model, max_seq_len, attention, dtype)
+    return shapes, target
 
 
 def draft_caches(draft: DraftDescription, max_seq_len: int, dtype: torch.dtype) -> list[KVCacheShape]:

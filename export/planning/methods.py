@@ -8,7 +8,7 @@ from eagle3.export.configuration.config import NO_HEAD, ExportConfig
 from eagle3.export.draft.common.description import DraftDescription
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.targets import TargetSpec
-from eagle3.targets.spec import ROLLBACK_ROWS, is_recurrent, sliding_window
+from eagle3.targets.spec import ROLLBACK_ROWS, has_convolutions, is_recurrent, sliding_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -52,6 +52,7 @@ def plan_methods(
     ``verify_rows``, the verify window is as long as the chain. Raises ValueError with the flag to change.
     """
     shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
+    check_states(config, target_config)
     of_target, least = sliding_window(target_config), BACKENDS[config.backend].few_rows(2) + 1
     if 0 < of_target < least:
         raise ValueError(
@@ -133,19 +134,24 @@ def plan_methods(
     return tuple(methods)
 
 
-def check_recurrent(config: ExportConfig, target_config: "PreTrainedConfig") -> None:
-    """Raise ValueError for a feature that is not supported for targets with recurrent layers."""
-    model = target_config.model_type
-    if not BACKENDS[config.backend].rolls_back_states:
+def check_states(config: ExportConfig, target_config: "PreTrainedConfig") -> None:
+    """Raise ValueError for a target whose layers keep what the backend does not compute."""
+    what = "a recurrent state" if is_recurrent(target_config) else "a short convolution"
+    has = is_recurrent(target_config) or has_convolutions(target_config)
+    if has and not BACKENDS[config.backend].rolls_back_states:
         able = ", ".join(name for name, backend in BACKENDS.items() if backend.rolls_back_states)
         raise ValueError(
-            f"the target ({model}) has layers with a recurrent state, which --backend {config.backend} does not "
-            f"compute yet: type --backend {able}"
+            f"the target ({target_config.model_type}) has layers with {what}, which --backend {config.backend} does "
+            f"not compute yet: type --backend {able}"
         )
+
+
+def check_recurrent(config: ExportConfig, target_config: "PreTrainedConfig") -> None:
+    """Raise ValueError for what is not there for a target with recurrent layers."""
     if config.with_forward:
         raise ValueError(
-            f"--with-forward: the target ({model}) has layers with a recurrent state, and ExecuTorch's own runner does "
-            "not say what it takes back: leave it out"
+            f"--with-forward: the target ({target_config.model_type}) has layers with a recurrent state, and "
+            "ExecuTorch's own runner does not say what it takes back: leave it out"
         )
 
 

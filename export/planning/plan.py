@@ -23,7 +23,7 @@ from eagle3.export.draft.kinds.eagle.windowed import windowed
 from eagle3.export.draft.kinds.mtp.reading import read_own_layer
 from eagle3.export.draft.no_head import no_head
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.planning.memory import cache_bytes, draft_caches, target_caches
+from eagle3.export.planning.memory import cache_bytes, draft_caches, state_bytes, target_caches
 from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods
 from eagle3.export.planning.pairing import check_pair, check_trained_for, within_vocabulary
 from eagle3.export.planning.paths import draft_folder, target_paths, uses_own_layer
@@ -91,8 +91,11 @@ class Plan:
 
     @property
     def cache_bytes(self) -> int:
-        """The bytes of both models' KV caches."""
-        return cache_bytes(self.caches)
+        """The bytes of both models' KV caches, and of the states of the target's other layers."""
+        import torch
+
+        dtype = getattr(torch, BACKENDS[self.config.backend].dtype)
+        return cache_bytes(self.caches) + state_bytes(self.spec, self.target_config, self.max_seq_len, dtype)
 
     @property
     def speculates(self) -> bool:

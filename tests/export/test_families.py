@@ -11,13 +11,15 @@ from scripted import ThreeMethods
 
 from eagle3.export.pipeline import load_speculator
 from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.cache.cached_tokens import CachedTokens
 from eagle3.runner.contract import SPECULATE
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.inspect.cli import main as inspect_main
 from eagle3.runner.rounds.loop import complete
 from eagle3.targets.attention import EagerAttention
 
-WINDOWS = {"gemma4-31B": 16, "gemma4-E2B": 16, "assistant": 16, "auto": 16, "gpt-oss-20b": 16, "llama4-maverick": 24}
+OF_16 = ("gemma4-31B", "gemma4-E2B", "assistant", "auto", "gpt-oss-20b", "lfm2")
+WINDOWS = dict.fromkeys(OF_16, 16) | {"llama4-maverick": 24}
 WITHOUT_DRAFT_CACHE = ("assistant", "mlp")
 PARALLEL = ("qwen3-4B", *FOR_LLAMA)
 TAPS = {
@@ -50,6 +52,23 @@ def test_an_exported_familys_tokens_equal_greedy_decoding(name, family_exports):
         assert fused.token_ids == three.token_ids == expected[length:]
         assert fused.stats.counts() == three.stats.counts()
         assert (SPECULATE in fused.stats.method_calls) == (name in WITH_SPECULATE)
+
+
+def test_a_dialogue_goes_on_behind_the_convolutions_of_its_prefix(family_exports):
+    """Each turn keeps the last answer, or drops its last tokens; the rings of 34 positions wrap."""
+    model, session = family_model("lfm2"), open_session(open_artifact(family_exports / "lfm2" / "out"))
+    generator = torch.Generator().manual_seed(1)
+    text, cached, reused = [], CachedTokens(), []
+    for dropped in (0, 0, 3, 0, 5):
+        text = text[: len(text) - dropped] + torch.randint(3, 96, (10,), generator=generator).tolist()
+        expected = list(text)
+        for _ in range(8):
+            expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+        said = complete(session, text, max_new_tokens=8, stop_ids=[], cached=cached)
+        assert said.token_ids == expected[len(text) :]
+        reused.append(len(text) - 10 - said.stats.reused_prompt_tokens)
+        text = expected
+    assert reused == [0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTS if name not in WITHOUT_DRAFT_CACHE])

@@ -49,6 +49,9 @@ FAMILIES = {
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
     "gpt_oss": {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ALTERNATING},
     "granite": GRANITE,
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True},
+    "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "conv_L_cache": 4},
+    "lfm3": {"sliding_window": 16, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
     "llama4_text": {
         "attention_chunk_size": 16,
         "num_local_experts": 4,

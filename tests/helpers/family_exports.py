@@ -27,6 +27,7 @@ from eagle3.export import ExportConfig, export
 from eagle3.export.lowering.xnnpack import full_attention
 from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.export.twin.randomize import randomize
+from eagle3.targets import spec
 
 
 def taps(config) -> tuple[int, ...]:
@@ -51,14 +52,15 @@ DRAFTS = {
     "dspark": lambda folder, config: shutil.copytree(DFLASH / "dspark_rnn", folder),
     "mtp": lambda folder, config: shutil.copytree(MTP / "qwen3", folder),
     "qwen3.5-9B": lambda folder, config: save_target(folder.parent / "target", config.model_type),
+    "lfm2": lambda folder, config: save_random_draft(folder, config, taps(config)),
 }
 """An EAGLE-3, another for a target with per-layer inputs and shared keys, an EAGLE that shares the target's embedding
 and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets with sinks and experts with biases, with chunks, rotations on
 complex numbers and experts in some of the layers; an assistant with centroids, an MLP speculator, a DFlash, an xPress,
 a Domino, a DFlash2, a DSpark with an rnn bias and an MTP head for ``TARGET_OF`` each; a target with recurrent layers
-and an MTP layer of its own."""
+and an MTP layer of its own, another with short convolutions."""
 FOR_LLAMA = ("mlp", "dflash", "xpress", "domino", "dflash2", "dspark")
-TARGET_OF = {"assistant": "gemma4-31B", **dict.fromkeys(FOR_LLAMA, "llama3.1-8B"), "mtp": "qwen3-4B"}
+TARGET_OF = {"assistant": "gemma4-31B", **dict.fromkeys(FOR_LLAMA, "llama3.1-8B"), "mtp": "qwen3-4B", "lfm2": "auto"}
 TAPPED = {"dflash": 3, "xpress": 3, "domino": 3, "dflash2": 4, "dspark": 4, "mtp": 4}
 """Heads whose target has as many layers as they tap."""
 OWN_LAYER = {"qwen3.5-9B": "qwen3_5_text"}
@@ -78,6 +80,8 @@ def family_model(name: str):
     and full layers."""
     if name in OWN_LAYER:
         return own_model(OWN_LAYER[name])
+    if name == "lfm2":
+        return random_family(name, ["conv", "full_attention", "conv"])
     if name in TAPPED:
         return random_model(TARGET_OF[name], num_hidden_layers=TAPPED[name])
     if name == "gemma4-E2B":  # a layer of each kind, and one of each that shares its keys
@@ -88,8 +92,13 @@ def family_model(name: str):
         return random_model(TARGET_OF[name])  # all six layers: the last is the one that attends to everything
     if name != "auto":
         return random_model(name, num_hidden_layers=2 if name in EXPERTS else 3)
-    config = family_config("olmo3")
-    config.num_hidden_layers, config.layer_types = 3, ["sliding_attention", "full_attention", "sliding_attention"]
+    return random_family("olmo3", ["sliding_attention", "full_attention", "sliding_attention"])
+
+
+def random_family(family: str, kinds: list[str]):
+    """A transformers model of ``family`` with layers of these kinds."""
+    config = family_config(family)
+    config.num_hidden_layers, config.layer_types = len(kinds), kinds
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     randomize(model, seed=5)
     return model
@@ -123,6 +132,7 @@ def family_plan(name: str, folder: Path) -> Plan:
 def main(output: Path) -> None:
     torch.set_num_threads(1)
     full_attention.LEAST_BYTES, full_attention.STEP = 0, 16  # as if their caches were those of large models
+    spec.CONVOLUTION_WINDOW = 16  # as if their contexts were long
     for name, save_draft in DRAFTS.items():
         model, folder = family_model(name), output / name
         model.save_pretrained(folder / "target")

@@ -5,14 +5,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from random_checkpoints import save_random_draft
-from transformers import Gemma4TextConfig
+from transformers import Gemma4TextConfig, Qwen3NextConfig
 
 from eagle3.export.checkpoints.target_config import special_ids
 from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.dialects.dialect import P_EAGLE
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.planning.memory import state_bytes
 from eagle3.export.planning.methods import fused_rounds, plan_methods
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.planning.taps import choose_taps
@@ -169,3 +171,15 @@ def test_a_recipe_is_proposed_where_a_large_target_would_keep_float32_by_default
     monkeypatch.setattr("eagle3.export.planning.plan.LARGE", 1_000_000)
     found = [line for line in make_plan(config).warnings if "keeps float32" in line]
     assert len(found) == proposed and all("type --qlinear 8da8w for 0.0 GB" in line for line in found)
+
+
+def test_the_states_of_recurrent_layers_are_counted():
+    """Two states, a ring of 16 changes, one of 19 inputs of the convolution and three saved ones, in float32."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    config = Qwen3NextConfig(num_hidden_layers=3, layer_types=kinds, linear_value_head_dim=24, num_experts=4, **heads)
+    channels, changes = 2 * 2 * 16 + 4 * 24, 2 * 16 + 4 * 24 + 4
+    layer = 4 * (2 * 4 * 16 * 24 + 16 * changes + (19 + 3) * channels)
+    positions = 2 * 8  # committed and saved
+    for length in (64, 4096):
+        assert state_bytes(TARGETS["auto"], config, length, torch.float32) == 2 * layer + positions
