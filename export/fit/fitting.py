@@ -25,7 +25,7 @@ from eagle3.export.fit.cost import cost
 from eagle3.export.fit.gain import Rounds
 from eagle3.export.fit.quantized import Quantized, share_of_quantization
 from eagle3.export.fit.search import Search, Tried
-from eagle3.export.fit.seen import look, written
+from eagle3.export.fit.seen import look, texts_at_once, written
 from eagle3.export.fit.streamed import in_memory, streamed
 from eagle3.export.fit.trials import Trial, Trials
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, Expected, chance, of_given_text, of_rounds
@@ -33,12 +33,9 @@ from eagle3.export.planning.plan import LARGE, Plan
 from eagle3.export.planning.taps import Taps
 from eagle3.runner.contract import DRAFT_STEP, TARGET_VERIFY, TWO_ROWS
 from eagle3.targets import TapTarget
-from eagle3.targets.spec import is_recurrent
 
 COMPARED = 3
 """The longest chains by which readings are compared. The files' and the best are run with the head's own length too."""
-ROWS_AT_ONCE = 1024
-"""The most tokens that one forward of the target computes, of several pieces of text."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class Measured:
         if length > most:
             raise ValueError(f"the target knows {most} positions, too few for a text of {length} tokens")
         start, side_by_side = time.monotonic(), Pieces(length)
-        at_once = 1 if is_recurrent(plan.target_config) else max(1, ROWS_AT_ONCE // length)
+        at_once = texts_at_once(plan.target_config, length)
         slots = length * (len(given) if self.writes else min(at_once, len(given)))
         self.target: TapTarget = (streamed if self.streamed else in_memory)(
             plan, slots, self.dtype, lambda shape: WholeText(replace(shape, max_seq_len=slots), side_by_side)

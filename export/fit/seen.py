@@ -6,11 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from eagle3.export.fit.attention import Pieces
 from eagle3.export.fit.texts import Piece
 from eagle3.targets import TapTarget
+from eagle3.targets.spec import is_recurrent
 
+ROWS_AT_ONCE = 1024
+"""The most tokens that one forward of the target computes, of several pieces of text."""
 KINDS = ("full_attention", "sliding_attention")
 
 
@@ -60,6 +64,15 @@ def written(
         stops = (at for at in range(len(piece.ids) + 1, len(each)) if each[at] in stop)
         del each[next(stops, len(each)) + 1 :]
     return ids
+
+
+def texts_at_once(config: PreTrainedConfig, length: int) -> int:
+    """Return how many texts of up to ``length`` tokens one forward computes side by side.
+
+    A recurrent layer has one state. Llama 4 scales queries by their place in the forward, from ``floor_scale`` on.
+    """
+    rows = min(ROWS_AT_ONCE, getattr(config, "floor_scale", None) or ROWS_AT_ONCE)
+    return 1 if is_recurrent(config) else max(1, (rows - 1) // length)
 
 
 @torch.no_grad()

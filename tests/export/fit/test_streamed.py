@@ -7,17 +7,17 @@ import pytest
 import torch
 from check_fit import plan_of
 from gguf_files import transformers_gguf
-from mtp_heads import EXPERTS_OF_QWEN, RECURRENT, SIZE
+from mtp_heads import own_config
 from mxfp4_checkpoints import mxfp4_checkpoint
 from packed_checkpoints import save_packed
-from random_checkpoints import random_model, save_random_draft
-from transformers import AutoConfig, AutoModelForCausalLM
+from random_checkpoints import SCOUT, random_model, save_random_draft
+from transformers import AutoModelForCausalLM
 
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.fit import cost
 from eagle3.export.fit.attention import Pieces, WholeText
 from eagle3.export.fit.fitting import Measured
-from eagle3.export.fit.seen import look
+from eagle3.export.fit.seen import look, texts_at_once
 from eagle3.export.fit.streamed import in_memory, is_absent, layers_of, streamed
 from eagle3.export.fit.texts import Piece
 from eagle3.export.planning.plan import Plan, make_plan
@@ -64,7 +64,7 @@ def test_every_family_gives_the_same_states_a_layer_at_a_time(name, tmp_path: Pa
 
 
 def test_layers_with_a_recurrent_state_are_streamed_too(tmp_path: Path):
-    config = AutoConfig.for_model("qwen3_next", **SIZE | RECURRENT | EXPERTS_OF_QWEN)
+    config = own_config("qwen3_next")
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     plan = plan_for(tmp_path, randomize(model, 0) or model)
     whole = states(in_memory(plan, 64, torch.float32, WholeText))
@@ -72,7 +72,8 @@ def test_layers_with_a_recurrent_state_are_streamed_too(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["gemma4-31B", "gemma4-E2B", "llama4-scout", "mistral-7B"])
-def test_texts_side_by_side_have_the_states_of_each_by_itself(name, tmp_path: Path):
+def test_texts_side_by_side_have_the_states_of_each_by_itself(name, tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(SCOUT, "floor_scale", 8192)
     plan, pieces = plan_for(tmp_path, random_model(name), name), Pieces(40)
     target = in_memory(plan, 120, torch.float32, lambda shape: WholeText(replace(shape, max_seq_len=120), pieces))
     drawn = torch.Generator().manual_seed(0)
@@ -85,6 +86,14 @@ def test_texts_side_by_side_have_the_states_of_each_by_itself(name, tmp_path: Pa
             torch.testing.assert_close(state, same, atol=1e-4, rtol=1e-4)
         for kind, parts in alone.kept.items():
             torch.testing.assert_close(seen.kept[kind], parts, atol=1e-4, rtol=1e-4)
+
+
+def test_a_target_that_counts_the_rows_of_a_forward_gets_one_text_in_each():
+    config = random_model("llama4-scout").config
+    assert config.floor_scale == 12 and texts_at_once(config, 129) == 1
+    config.floor_scale = 8192
+    assert texts_at_once(config, 129) == 7
+    assert texts_at_once(own_config("qwen3_next"), 129) == 1 and texts_at_once(own_config("qwen3_next"), 2) == 1
 
 
 def test_only_the_layer_that_runs_has_its_tensors_in_memory(tmp_path: Path):
@@ -103,7 +112,7 @@ def test_only_the_layer_that_runs_has_its_tensors_in_memory(tmp_path: Path):
 
 
 def test_weights_that_are_quantized_already_are_measured_as_what_they_stand_for(tmp_path: Path):
-    model = save_packed(tmp_path / "target", "gptq desc_act", 4, 128, False, hidden_size=128)
+    model = save_packed(tmp_path / "target", "gptq desc_act", 4, 128, False, hidden_size=128, head_dim=32)
     plan = plan_for(tmp_path, model)
     whole = states(in_memory(plan, 64, torch.float32, WholeText))
     assert all(map(torch.equal, whole, states(streamed(plan, 64, torch.float32, WholeText))))
@@ -113,7 +122,7 @@ def test_weights_that_are_quantized_already_are_measured_as_what_they_stand_for(
 
 
 def test_quantized_weights_of_a_gguf_file_are_read_with_their_layer(tmp_path: Path):
-    model = random_model("qwen3-4B", hidden_size=256, intermediate_size=256)
+    model = random_model("qwen3-4B", hidden_size=256, intermediate_size=256, head_dim=64)
     (tmp_path / "target").mkdir()
     model.config.save_pretrained(tmp_path / "target")
     kinds = {"ffn_down.weight": "Q6_K", ".weight": "Q4_K"}
