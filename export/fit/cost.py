@@ -42,16 +42,15 @@ def cost(plan: Plan) -> Cost:
             in_layers[found[2]] += header.elements
     elements = sum(header.elements for header in plan.target_headers.values())
     draft = sum(header.elements for header in plan.draft.headers.values())
-    config, tokens = plan.target_config, texts.SEGMENTS * texts.GIVEN
-    states = tokens * config.hidden_size * (config.num_hidden_layers + 2)
-    takes, free = 4 * (elements + draft + states), free_memory()
-    seconds = 2 * tokens * (elements + 20 * draft) / (FLOPS_A_CORE * torch.get_num_threads())
+    states = texts.GIVEN * plan.target_config.hidden_size * (plan.target_config.num_hidden_layers + 2)  # of a piece
+    products = 2 * texts.GIVEN * (elements + 20 * draft) / (FLOPS_A_CORE * torch.get_num_threads())
+    takes, free = 4 * (elements + draft + texts.SEGMENTS * states), free_memory()
     if free is None or takes <= free:
-        return Cost(False, takes, seconds)
+        return Cost(False, takes, texts.SEGMENTS * products)
     a_layer = 2 * max(in_layers.values(), default=0)  # beside what is read or merged
-    held = 4 * (elements - in_layers.total() + a_layer + draft + states)
+    held = 4 * (elements - in_layers.total() + a_layer + draft + texts.STREAMED * states)
     reads = sum(header.bytes for header in plan.target_headers.values())
-    return Cost(True, held, seconds + reads / READ_A_SECOND)
+    return Cost(True, held, texts.STREAMED * products + reads / READ_A_SECOND)
 
 
 def why_not_measured(plan: Plan, asked: bool) -> str | None:

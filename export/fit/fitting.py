@@ -94,7 +94,8 @@ class Measured:
         self.dtype = torch.float32
         self.writes = sum(header.bytes for header in plan.target_headers.values()) < LARGE
         length = texts.PROMPT if self.writes else texts.GIVEN
-        given = texts.pieces(plan.checkpoint, plan.target_config.vocab_size, length, texts.SEGMENTS, seed, text)
+        count = texts.STREAMED if self.streamed and not self.writes else texts.SEGMENTS
+        given = texts.pieces(plan.checkpoint, plan.target_config.vocab_size, length, count, seed, text)
         tokens = texts.WRITTEN if self.writes else 0
         length = max(len(piece.ids) for piece in given) + tokens + 1
         most = plan.target_config.max_position_embeddings

@@ -97,6 +97,8 @@ DIALOGUE = (
 
 SEGMENTS, PROMPT, WRITTEN = 6, 32, 64
 """The pieces of text, the tokens that each begins with, and the greedy tokens behind them."""
+STREAMED = 3
+"""The pieces for a target that does not fit into memory: one of each text."""
 GIVEN = 128
 """The tokens of a piece of given text that is computed as it is."""
 
