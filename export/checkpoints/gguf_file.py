@@ -6,7 +6,7 @@ Hugging Face folder; the file's metadata must agree with them (``gguf_metadata``
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,8 +70,12 @@ class GGUFFile(Source):
         return headers
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return self.some(lambda _name: True)
+
+    def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._named():
-            yield name, self._as_trained(tensor.name, _value(tensor))
+            if wanted(name):
+                yield name, self._as_trained(tensor.name, _value(tensor))
 
     @cached_property
     def architecture(self) -> Architecture:

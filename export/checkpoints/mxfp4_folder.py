@@ -2,7 +2,7 @@
 power of two as each block's scale. transformers' own code dequantizes them as they are read. This is exact: bfloat16
 holds every product."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -41,11 +41,11 @@ class Mxfp4Folder(SafetensorsFolder):
             given[name] = TensorHeader(shape, "BF16", 2 * experts * blocks * BLOCK * rows)
         return given
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         packed = self._packed
-        for name, value in super().tensors():
+        for name, value in super().some(lambda name: wanted(name.removesuffix(BLOCKS))):
             if name.endswith(BLOCKS):
                 own = name.removesuffix(BLOCKS)
                 scales = self._scales(own)

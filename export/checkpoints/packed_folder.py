@@ -84,14 +84,15 @@ class PackedFolder(SafetensorsFolder):
                 joined[f"{linear}.{INPUT_ORDER}"] = TensorHeader(layout.order.shape, INPUT_ORDER, layout.order.nbytes)
         return joined
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         first = self.format.REQUIRED[0]
         with self._opened() as read:
             for name in self._raw:
                 linear, _, part = name.rpartition(".")
                 if linear not in self._parts or part not in self._parts[linear]:
-                    yield name, read(name)
-                elif part == first:
+                    if wanted(name):
+                        yield name, read(name)
+                elif part == first and wanted(f"{linear}.weight"):
                     layout = self._layouts[linear]
                     if layout.order is not None:
                         yield f"{linear}.{INPUT_ORDER}", layout.order

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -34,7 +34,10 @@ class SafetensorsFolder(Source):
         return read_headers(self.path)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return _tensors(self.files())
+        return self.some(lambda _name: True)
+
+    def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        return _tensors(self.files(), wanted)
 
     def tensor(self, name: str) -> Tensor:
         for path in self.files():
@@ -153,10 +156,10 @@ def _descriptions(path: Path, metadata: dict[str, str]) -> dict[str, dict]:
     return found
 
 
-def _tensors(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of files and of header files as they are stored, with one weight in memory at a time. The parts
-    of a weight that torchao quantized may lie in several files. ExecuTorch's reader is not used: it maps files of any
-    size, and it cannot read header files."""
+def _tensors(paths: list[Path], wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the ``wanted`` tensors of files and of header files as they are stored, with one weight in memory at a
+    time. The parts of a weight that torchao quantized may lie in several files. ExecuTorch's reader is not used: it
+    maps files of any size, and it cannot read header files."""
     holders: dict[str, OpenFile] = {}
     described: dict[str, tuple[list[str], str]] = {}
     with ExitStack() as stack:
@@ -167,13 +170,17 @@ def _tensors(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
             for name, description in _descriptions(path, metadata).items():
                 described[name] = _part_names(name, description), metadata[name]
         for name, (parts, form) in described.items():
+            files = {part: holders.pop(part) for part in parts}
+            if not wanted(name):
+                continue
+            tensors = {part: file.get_tensor(part) for part, file in files.items()}
             from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
-            tensors = {part: holders.pop(part).get_tensor(part) for part in parts}
             single = {name: form, "tensor_names": json.dumps([name])}
             yield from unflatten_tensor_state_dict(tensors, single)[0].items()
         for name, file in holders.items():
-            yield name, file.get_tensor(name)
+            if wanted(name):
+                yield name, file.get_tensor(name)
 
 
 def _part_names(name: str, description: dict) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,10 @@ class Source(ABC):
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, memory-mapped or read on demand; a quantized weight becomes a tensor of torchao's."""
+
+    def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors whose names are ``wanted``. Formats that can read them alone read no others."""
+        return ((name, tensor) for name, tensor in self.tensors() if wanted(name))
 
     def tensor(self, name: str) -> Tensor:
         for each, tensor in self.tensors():

@@ -22,10 +22,12 @@ from eagle3.export.draft.common.field import Field, HeadReading, said_in
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.fit import texts
 from eagle3.export.fit.attention import Pieces, WholeText
+from eagle3.export.fit.cost import cost
 from eagle3.export.fit.gain import Rounds
 from eagle3.export.fit.quantized import Quantized, share_of_quantization
 from eagle3.export.fit.search import Search, Tried
-from eagle3.export.fit.seen import look, written
+from eagle3.export.fit.seen import look, texts_at_once, written
+from eagle3.export.fit.streamed import in_memory, streamed
 from eagle3.export.fit.trials import Trial, Trials
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, Expected, chance, of_given_text, of_rounds
 from eagle3.export.planning.plan import LARGE, Plan
@@ -87,32 +89,36 @@ class Fit:
 class Measured:
     """The target's states over a text, with which any number of heads is measured."""
 
-    def __init__(self, plan: Plan, text: Path | None = None, seed: int = 0):
+    def __init__(self, plan: Plan, text: Path | None = None, seed: int = 0, stream: bool | None = None):
+        """Compute the target; with ``stream`` a layer at a time, by default where it does not fit into memory."""
         self.plan, self.seed = plan, seed
+        self.streamed = cost(plan).streamed if stream is None else stream
         self.dtype = torch.float32
         self.writes = sum(header.bytes for header in plan.target_headers.values()) < LARGE
         length = texts.PROMPT if self.writes else texts.GIVEN
-        given = texts.pieces(plan.checkpoint, plan.target_config.vocab_size, length, texts.SEGMENTS, seed, text)
+        count = texts.STREAMED if self.streamed and not self.writes else texts.SEGMENTS
+        given = texts.pieces(plan.checkpoint, plan.target_config.vocab_size, length, count, seed, text)
         tokens = texts.WRITTEN if self.writes else 0
         length = max(len(piece.ids) for piece in given) + tokens + 1
         most = plan.target_config.max_position_embeddings
         if length > most:
             raise ValueError(f"the target knows {most} positions, too few for a text of {length} tokens")
         start, side_by_side = time.monotonic(), Pieces(length)
-        slots = length * len(given) if self.writes else length
-        self.target: TapTarget = plan.spec.module().load(
-            plan.target_source.tensors(),
-            plan.target_config,
-            slots,
-            self.dtype,
-            lambda shape: WholeText(replace(shape, max_seq_len=slots), side_by_side),
+        at_once = texts_at_once(plan.target_config, length)
+        slots = length * (len(given) if self.writes else min(at_once, len(given)))
+        self.target: TapTarget = (streamed if self.streamed else in_memory)(
+            plan, slots, self.dtype, lambda shape: WholeText(replace(shape, max_seq_len=slots), side_by_side)
         )
         with few_threads(self.writes):
             whole = [piece.ids for piece in given]
             if tokens:
                 whole = written(self.target, given, tokens, side_by_side, plan.eos_ids)
             layers = plan.target_config.num_hidden_layers
-            self.seen = [look(self.target, layers, *each) for each in zip(given, whole, strict=True)]
+            self.seen = [
+                each
+                for at in range(0, len(given), at_once)
+                for each in look(self.target, layers, given[at : at + at_once], whole[at : at + at_once], side_by_side)
+            ]
         self.seconds = time.monotonic() - start
 
     @property
@@ -147,6 +153,7 @@ class Measured:
             "seed": self.seed,
             "chain_len": plan.chain_len,
             "readings_chain_len": min(plan.chain_len, COMPARED),
+            "streamed": self.streamed,
             "chance": round(search.chance, 4),
             "seconds": round(self.seconds + time.monotonic() - start, 2),
         }
@@ -158,7 +165,10 @@ class Measured:
         return fit
 
     def quantized(self, plan: Plan) -> Quantized | None:
-        """Measure what the plan's recipes cost; see ``share_of_quantization``."""
+        """Measure what the plan's recipes cost; see ``share_of_quantization``. None for a target that does not fit
+        into memory."""
+        if self.streamed:
+            return None
         with few_threads(self.writes):
             return share_of_quantization(plan, self.seen, self.target)
 

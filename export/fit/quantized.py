@@ -72,9 +72,9 @@ def share_of_quantization(plan: Plan, seen: Sequence[Seen], unquantized: TapTarg
     )
     reading = HeadReading(plan.draft, plan.taps, plan.target_config)
     layers = plan.target_config.num_hidden_layers
+    begun = [Piece(each.kind, each.tokens[: each.begin].tolist()) for each in seen]
     again = [
-        look(target, layers, Piece(each.kind, each.tokens[: each.begin].tolist()), each.tokens.tolist())
-        for each in seen
+        look(target, layers, [of], [each.tokens.tolist()], pieces)[0] for of, each in zip(begun, seen, strict=True)
     ]
     trials = Trials(reading, target, again, plan.chain_len, backend.dtype)
     head = trials.head(reading)

@@ -6,11 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from eagle3.export.fit.attention import Pieces
 from eagle3.export.fit.texts import Piece
 from eagle3.targets import TapTarget
+from eagle3.targets.spec import is_recurrent
 
+ROWS_AT_ONCE = 1024
+"""The most tokens that one forward of the target computes, of several pieces of text."""
 KINDS = ("full_attention", "sliding_attention")
 
 
@@ -64,19 +68,40 @@ def written(
     return ids
 
 
+def texts_at_once(config: PreTrainedConfig, length: int) -> int:
+    """Return how many texts of up to ``length`` tokens one forward computes side by side.
+
+    A recurrent layer has one state. Llama 4 scales queries by their place in the forward, from ``floor_scale`` on.
+    """
+    rows = min(ROWS_AT_ONCE, getattr(config, "floor_scale", None) or ROWS_AT_ONCE)
+    return 1 if is_recurrent(config) else max(1, (rows - 1) // length)
+
+
 @torch.no_grad()
-def look(target: TapTarget, layers: int, piece: Piece, ids: list[int]) -> Seen:
-    """Compute in one forward the tokens ``ids``: a piece of text and its continuation."""
-    taps = tuple(range(layers + 1))
-    final, states = target(torch.tensor([ids]), torch.arange(len(ids)), taps)
-    greedy = torch.cat([target.scores(part).argmax(-1) for part in final.split(64, dim=1)], dim=1)[0]
-    begin = len(piece.ids) if len(ids) > len(piece.ids) else min(4, len(ids) - 1)
-    kept = {kind: _kept(module, len(ids)) for kind in KINDS if (module := target.kept(kind)) is not None}
-    return Seen(piece.kind, torch.tensor(ids), greedy, states, final, begin, kept)
+def look(
+    target: TapTarget, layers: int, texts: Sequence[Piece], whole: Sequence[list[int]], pieces: Pieces
+) -> list[Seen]:
+    """Compute texts with their continuations, ``whole``, side by side in one forward."""
+    lengths = [len(ids) for ids in whole]
+    pieces.of_rows = torch.arange(len(whole)).repeat_interleave(torch.tensor(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    final, states = target(torch.tensor([[each for ids in whole for each in ids]]), positions, tuple(range(layers + 1)))
+    pieces.of_rows = None
+    greedy = torch.cat([target.scores(part).argmax(-1) for part in final.split(64, dim=1)], dim=1)
+    each_state = zip(*(state.split(lengths, dim=1) for state in states), strict=True)
+    modules = {kind: module for kind in KINDS if (module := target.kept(kind)) is not None}
+    found = []
+    for index, (piece, ids, own) in enumerate(zip(texts, whole, each_state, strict=True)):
+        begin = len(piece.ids) if len(ids) > len(piece.ids) else min(4, len(ids) - 1)
+        slots = slice(index * pieces.length, index * pieces.length + len(ids))
+        kept = {kind: _kept(module, slots) for kind, module in modules.items()}
+        rows = slice(sum(lengths[:index]), sum(lengths[: index + 1]))
+        found.append(Seen(piece.kind, torch.tensor(ids), greedy[0, rows], own, final[:, rows], begin, kept))
+    return found
 
 
-def _kept(module: Any, length: int) -> tuple[Tensor, ...]:  # noqa: ANN401 - an attention of a factory
-    return tuple(part[:, :, :length].clone() for part in module.written(None, None, None))
+def _kept(module: Any, slots: slice) -> tuple[Tensor, ...]:  # noqa: ANN401 - an attention of a factory
+    return tuple(part[:, :, slots].clone() for part in module.written(None, None, None))
 
 
 @torch.no_grad()

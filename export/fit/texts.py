@@ -98,6 +98,8 @@ DIALOGUE = (
 SEGMENTS, PROMPT, WRITTEN = 6, 32, 64
 """The number of pieces of text, the tokens that each begins with, and the greedy tokens that the target writes after
 them."""
+STREAMED = 3
+"""The number of pieces for a target that does not fit into memory: one of each text."""
 GIVEN = 128
 """The number of tokens of a piece that is computed as given."""
 
