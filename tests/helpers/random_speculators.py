@@ -1,9 +1,7 @@
 """Speculators that answer at random but the same way each time, and requests to them."""
 
-import pytest
-from scripted import VOCABULARY, ScriptedSession, scripted_metadata
+from scripted import VOCABULARY, scripted_metadata
 
-from eagle3.runner.cache.cached_tokens import CachedTokens
 from eagle3.runner.rounds.loop import complete, generate
 
 FEW = 3  # token ids: texts that part soon agree again
@@ -101,16 +99,3 @@ PROMPT = [(5 * i + 2) % VOCABULARY for i in range(24)]
 
 def reused(session, cached, prompt, **options):
     return complete(session, prompt, cached=cached, **options).stats.reused_prompt_tokens
-
-
-@pytest.fixture
-def cached():
-    return CachedTokens()
-
-
-@pytest.fixture
-def session(cached):
-    """Make a session that has generated nine tokens, the first and two rounds, and holds nothing else in its caches."""
-    session = ScriptedSession(scripted_metadata(), greedy, greedy)
-    assert reused(session, cached, PROMPT, max_new_tokens=9) == 0
-    return session

@@ -23,6 +23,19 @@ from eagle3.runner.cache.cached_tokens import CachedTokens
 from eagle3.runner.rounds.loop import complete
 
 
+@pytest.fixture
+def cached():
+    return CachedTokens()
+
+
+@pytest.fixture
+def session(cached):
+    """Make a session that has generated nine tokens, the first and two rounds, and holds nothing else in its caches."""
+    session = ScriptedSession(scripted_metadata(), greedy, greedy)
+    assert reused(session, cached, PROMPT, max_new_tokens=9) == 0
+    return session
+
+
 @settings(max_examples=2000, deadline=None)
 @given(random=st.randoms(use_true_random=True))
 def test_generations_that_share_caches_give_the_tokens_of_single_generations(random: Random):
