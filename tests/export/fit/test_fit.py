@@ -36,6 +36,7 @@ def broken(head: str, **changes) -> Fault:
     return Fault(changes, read_plan(plan, reading))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_shipped_head_fits_and_keeps_the_reading_of_its_files(measured, head):
     fit = measured.fit(plan_of(head))
@@ -54,10 +55,10 @@ def test_a_shipped_head_fits_and_keeps_the_reading_of_its_files(measured, head):
             {"norm_before_residual": False, "tap_order": (1, 2, 0)},
             "--read tap_order=0,1,2 --norm-before-residual true",
         ),
-        ("peagle", {"tap_order": (2, 0, 1)}, "--read tap_order=0,1,2"),
+        pytest.param("peagle", {"tap_order": (2, 0, 1)}, "--read tap_order=0,1,2", marks=pytest.mark.whole),
         ("assistant", {"embeds_as_target": False}, "--read embeds_as_target=true"),
         ("assistant", {"state": "last_layer"}, "--read state=normed"),
-        ("dflash", {"embeds_as_target": True}, "--read embeds_as_target=false"),
+        pytest.param("dflash", {"embeds_as_target": True}, "--read embeds_as_target=false", marks=pytest.mark.whole),
     ],
 )
 def test_the_reading_that_undoes_a_fault_is_found_and_named(measured, head, fault, typed):
@@ -66,6 +67,7 @@ def test_the_reading_that_undoes_a_fault_is_found_and_named(measured, head, faul
     assert fit.of(fit.best).interval[0] > fit.of(fit.file).interval[1]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_random_head_is_reported_as_no_pair_and_keeps_its_reading(measured, seed):
     fit = measured.fit(randomized(plan_of("draft"), seed))
@@ -137,6 +139,7 @@ def test_eagle3_fit_prints_json_for_a_head_whose_file_has_a_wrong_norm(tmp_path:
     assert {"changes", "acceptance_length", "interval"} <= set(found["readings"][0]) and len(found["readings"]) > 10
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("head", "recipe"), [*((head, "none") for head in HEADS), ("draft", "8da8w"), ("draft", "8da4w")]
 )
