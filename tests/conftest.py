@@ -157,13 +157,15 @@ LONGEST_FILE = "test_interpreted_artifact.py"  # minutes of one core, most of th
 
 
 def left_out(items) -> set:
-    """Return the tests that run with ``--whole`` alone."""
+    """Return the tests that run with ``--whole`` alone: those that are marked, and those of the artifacts of all
+    families and kinds of head, which take minutes to make."""
     found, cases = set(), Counter()
     for item in items:
         case = item.path, getattr(item, "originalname", item.name)
         cases[case] += 1
         first = item.get_closest_marker("first")
-        if item.get_closest_marker("whole") or (first and cases[case] > first.args[0]):
+        whole = item.get_closest_marker("whole") or "family_exports" in item.fixturenames
+        if whole or (first and cases[case] > first.args[0]):
             found.add(item)
     return found
 

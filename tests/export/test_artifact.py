@@ -37,6 +37,7 @@ def transformers_greedy(reference, prompt, count):
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("length", [1, 2, 5, 8, 9, 10, 63, 64, 65, 73, 150, 400])
 def test_tokens_equal_transformers_greedy_tokens(length, session, reference):
     prompt = some_tokens(length, seed=length)

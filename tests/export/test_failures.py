@@ -239,6 +239,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, artifact):
     assert (artifact / "export.json").read_bytes() == before
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_export_that_is_stopped_leaves_nothing_that_looks_finished(how, tmp_path):
     command = [sys.executable, "-m", "eagle3.export.cli", *EXPORT, "--output-dir", str(tmp_path / "out")]

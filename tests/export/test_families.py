@@ -32,6 +32,7 @@ TAPS = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_an_exported_familys_tokens_equal_greedy_decoding(name, family_exports):
     model, out = family_model(name), family_exports / name / "out"

@@ -37,6 +37,7 @@ json.dump(generations, open(sys.argv[1], "w"))
 """
 
 
+@pytest.mark.whole
 def test_executorchs_own_runner_gives_the_tokens_of_ours(family_exports, tmp_path):
     """ExecuTorch's runner has a process of its own, because it ends the process for some errors. The prompts have one
     token, fewer tokens than a chunk, one chunk, one token more, and several chunks."""

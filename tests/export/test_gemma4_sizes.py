@@ -99,6 +99,7 @@ def test_full_layers_of_gemma4_with_experts_have_their_own_number_of_kv_heads():
 # --- checkpoints
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["gemma4-E2B", "gemma4-26B-A4B"])
 @pytest.mark.parametrize("kind", ["Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"])
 def test_a_gemma4_checkpoint_is_read_as_the_class_that_its_file_names(name, kind, tmp_path):

@@ -78,6 +78,7 @@ def scores_of(folder, text: list[int], count: int) -> torch.Tensor:
     return torch.cat(found)[-count:]
 
 
+@pytest.mark.first(1)
 def test_long_context_tokens_are_transformers_most_likely_ones_up_to_the_last_slot(found, folder):
     kind, text, said = found
     for prompt, result in zip((text[:SHORT], text[: LONG - NEW_TOKENS]), said, strict=True):

@@ -31,6 +31,7 @@ from eagle3.targets import TARGETS
 TINY = TARGETS["gemma4-tiny"]
 
 
+@pytest.mark.whole
 def test_random_weights_of_hub_names_give_a_running_artifact_without_fetching_weights(hub_pair, tmp_path):
     given = "--checkpoint", TARGET, "--draft", HEAD, "--random-weights", "--layers", 4
     lengths = "--max-seq-len", 64, "--max-prefill", 16, "--draft-qlinear", "none", "--with-decode"
@@ -47,6 +48,7 @@ def test_random_weights_of_hub_names_give_a_running_artifact_without_fetching_we
     assert said[0] == said[1] and len(set(said[0])) > 2
 
 
+@pytest.mark.whole
 def test_gemma4_31b_with_six_layers_is_planned_from_2_mb(published):  # noqa: F811 (the fixture)
     given = "--target-model", "gemma4-31B", "--random-weights", "--layers", 6, "--cuda-arch", "sm_90", "--dry-run"
     facts = json.loads(run_command(export_main, *given, "--json").stdout)

@@ -56,6 +56,7 @@ def greedy(model) -> list[int]:
     return tokens
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_of_no_table_gives_transformers_tokens(name, tmp_path):
     what, line = outcome(family_config(name), "auto", tmp_path)
@@ -122,6 +123,7 @@ def changes(target: str) -> list[dict]:
 CHANGES = [(target, change) for target in BASES for change in changes(target)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("target", "change"), CHANGES, ids=[f"{target}-{change}"[:120] for target, change in CHANGES])
 def test_a_changed_field_is_right_or_refused(target, change, tmp_path):
     try:

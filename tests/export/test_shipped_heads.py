@@ -18,6 +18,7 @@ PROMPTS = ["def main(argv=None):\n    parser = ", "class Queue:\n    def __init_
 KINDS = {"draft": "EAGLE-3", "peagle": "P-EAGLE", "assistant": "Gemma 4 assistant", "dflash": "DFlash"}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("folder", TINY.drafts, ids=lambda folder: folder.name)
 def test_a_shipped_head_has_the_acceptance_length_of_its_training_and_changes_no_token(folder):
     plan = make_plan(ExportConfig("gemma4-tiny", draft=folder, backend="xnnpack", chain_len=3))

@@ -44,6 +44,7 @@ def prompt_of(length):
 
 
 # Below the least prefill, at it, chunks and a rest in verify windows.
+@pytest.mark.first(3)
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 64, 65, 131])
 @pytest.mark.parametrize("name", ["eager", "hosted"])
 def test_fused_rounds_give_the_tokens_and_rounds_of_the_three_methods(length, name, request):
@@ -57,6 +58,7 @@ def test_fused_rounds_give_the_tokens_and_rounds_of_the_three_methods(length, na
     assert fused.stats.method_calls[SPECULATE] == rounds and fused.stats.num_accepted_tokens > rounds
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("name", "left"), [*(("eager", left) for left in range(1, 12)), *(("hosted", left) for left in (1, 4, 7, 8))]
 )
@@ -111,6 +113,7 @@ def by_three_methods(session, window, positions):
     return step.ids, torch.cat(chain, dim=1), session.positions[following : following + window.shape[1]]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("chain_len", [1, 4])
 @pytest.mark.parametrize("target", HEADS)
 def test_a_fused_round_is_right_for_each_kind_of_head_and_any_acceptance(target, chain_len, checkpoints, tmp_path):

@@ -16,6 +16,7 @@ def docstrings(source: str) -> Iterator[ast.Constant]:
             yield node.value
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("top", ["export", "runner", "targets", "scripts", "tests"])
 def test_no_docstring_begins_as_a_fragment(top):
     found = [

@@ -138,6 +138,7 @@ def test_the_runner_never_imports_the_exporter_nor_the_compiler():
     assert "executorch.exir" not in loaded  # what stood in for it is gone
 
 
+@pytest.mark.whole
 def test_the_compiler_can_be_imported_after_the_runtime():
     loaded = imported_modules(
         "import eagle3.runner.hosts.executorch_host as r; r.load_runtime(); import executorch.exir as e; e.to_edge"

@@ -194,6 +194,7 @@ def serve(words: list[str]) -> None:
         started.stderr.close()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("readme", READMES)
 def test_the_commands_of_a_readme_run_as_printed_in_their_order(readme, artifact, copy):
     shutil.copytree(artifact, "out")  # as quickstart leaves it

@@ -48,6 +48,7 @@ def test_pieces_join_to_the_result(fresh):
     assert sum((piece.token_ids for piece in pieces), []) == stream.result.token_ids
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("options", [{}, SEEDED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("chain_len", [0, 1, 2, 3, "auto"])
 def test_the_text_does_not_depend_on_the_chain_length(fresh, model, options, chain_len):

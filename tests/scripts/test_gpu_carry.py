@@ -3,6 +3,7 @@
 import shutil
 
 import gpu_carry
+import pytest
 from click.testing import CliRunner
 
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, read_ptd_index
@@ -12,6 +13,7 @@ def run(*command):
     return CliRunner().invoke(gpu_carry.main, [str(part) for part in command], catch_exceptions=False)
 
 
+@pytest.mark.whole
 def test_an_artifact_is_packed_with_samples_of_its_weights(cuda_artifact, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_carry, "WRITTEN", 2 * gpu_carry.SAMPLE)  # so that a weight takes several
     packed, found = tmp_path / "packed.tar.xz", tmp_path / "found"
@@ -39,6 +41,7 @@ def refused(*command):
     return done.output.strip()
 
 
+@pytest.mark.whole
 def test_invalid_folders_and_archives_are_refused_in_one_line(cuda_artifact, tmp_path):
     (tmp_path / "empty").mkdir()
     text = tmp_path / "text.tar.xz"
@@ -55,6 +58,7 @@ def test_invalid_folders_and_archives_are_refused_in_one_line(cuda_artifact, tmp
     assert not (tmp_path / "new").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["empty", text.name]
 
 
+@pytest.mark.whole
 def test_an_archive_in_the_artifacts_own_folder_does_not_contain_itself(cuda_artifact, tmp_path):
     copied, packed = tmp_path / "artifact", tmp_path / "artifact" / "packed.tar.xz"
     shutil.copytree(cuda_artifact, copied)

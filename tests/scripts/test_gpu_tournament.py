@@ -93,6 +93,7 @@ def found_right(variants) -> dict[str, str]:
     return run.found["right"]
 
 
+@pytest.mark.whole
 def test_every_variant_equals_the_plain_product():
     found = found_right(VARIANTS)
     assert len(found) >= 2 * 8

@@ -194,6 +194,7 @@ def few_prompts(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "PROMPTS", file)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("few_prompts")
 def test_the_best_setting_is_that_of_the_repeated_measurement(artifact, fake_build, tmp_path):
     finalists = {"f32 6 q8_0 off": 900, "f32 5 q8_0 off": 800, "f32 4 f32 on": 700, "f32 3 f32 on": 600}
@@ -216,6 +217,7 @@ def test_the_best_setting_is_that_of_the_repeated_measurement(artifact, fake_bui
     ]
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("few_prompts")
 def test_a_finalist_that_fails_is_named_and_the_next_fastest_takes_its_place(artifact, fake_build):
     speeds = {"q4_0 6 q8_0 on": 900, "q4_0 5 q8_0 on": 800, "q4_0 4 f32 on": 700, "q4_0 3 f32 on": 600}

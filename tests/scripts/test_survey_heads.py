@@ -25,6 +25,7 @@ def test_no_head_is_listed_twice_and_about_a_hundred_are():
     assert len(BY_NAME) == len(list(heads())) > 100
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_head_is_read_as_its_trainer_computes_it(name):
     what, line = outcome(BY_NAME[name])

@@ -18,7 +18,10 @@ ASKED = [
     {"prompt": [2, 318, 825, 66, 1140, 11, 492, 304, 275, 365], "max_new_tokens": 9},  # def read_config(path):
     {"prompt": [2, 318, 825], "max_new_tokens": 4, "graphs": False},  # shorter than prefill takes
 ]
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: scripts/gpu/gpu_check.py")
+pytestmark = [
+    pytest.mark.whole,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: scripts/gpu/gpu_check.py"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,7 @@ def test_no_launch_has_a_race(found):
     assert found["races"] == ""
 
 
+@pytest.mark.whole
 def test_other_orders_of_programs_and_delayed_stores_give_the_same_bits(cuda_artifact):
     """The rows of a call are on both sides of a ring's end, and of the end of a part of the attention."""
     command = [

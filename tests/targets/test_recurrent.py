@@ -119,10 +119,12 @@ def walk(model, target, steps: int = 40, seed: int = 1) -> float:
     return worst
 
 
+@pytest.mark.first(1)
 def test_recurrent_targets_give_transformers_logits_for_every_call_of_a_runner(pair):
     assert walk(*pair) < TOLERANCE
 
 
+@pytest.mark.first(1)
 def test_recurrent_targets_continue_from_any_accepted_part_of_any_window(pair):
     """All numbers of rows of a window and all numbers of accepted rows are tried, one after the other."""
     model, target = pair
@@ -345,6 +347,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("put_in", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("pair", ["qwen3_5_text"], indirect=True)
 def test_each_fault_put_into_recurrent_layers_is_found(pair, put_in, monkeypatch):

@@ -17,6 +17,7 @@ def run(target, tokens, input_pos):
     return target.logits(state), taps
 
 
+@pytest.mark.first(13)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     "split", [[(0, 16), (16, 32), (32, 48), (48, 60)], [(0, 9), (9, 13), (13, 14), (14, 30), (30, 46), (46, 60)]]

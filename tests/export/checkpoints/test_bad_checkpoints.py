@@ -356,6 +356,7 @@ def _paths(config: dict, above: tuple[str, ...] = ()):
             yield from _paths(value, (*above, key))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "which"),
     [("gemma4-31B", "target"), ("llama3.1-8B", "target"), ("qwen3-4B", "target"), ("llama3.1-8B", "draft")],

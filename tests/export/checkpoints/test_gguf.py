@@ -98,6 +98,7 @@ def test_gguf_blocks_stay_memory_mapped(file, plan):
     assert any(start <= codes.data_ptr() < end for start, end in spans)
 
 
+@pytest.mark.whole
 def test_on_the_cpu_a_gguf_target_gives_transformers_tokens(plan, reference):
     assert plan.checkpoint == TINY and plan.qlinear == "checkpoint"
     session = eager_session(plan, eager_speculator(plan, xnnpack.conversion(plan)))
@@ -126,6 +127,7 @@ def test_on_the_cpu_a_gguf_target_is_quantized_again_on_request(file, reference)
 ARCH = None if torch.cuda.is_available() else "sm_90"
 
 
+@pytest.mark.whole
 def test_on_cuda_gguf_weights_are_bit_equal_and_verify_reads_each_once(file, reference):
     flags = ExportConfig("gemma4-tiny", None, file, backend="cuda", cuda_arch=ARCH, config_folder=TINY)
     plan = make_plan(flags)
@@ -198,6 +200,7 @@ def test_a_config_beside_a_gguf_file_is_used(file):
     assert plan.checkpoint == file.parent
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

@@ -47,6 +47,7 @@ def made(target: str, folder: Path):
     return model, file, save_random_draft(folder / "draft", model.config)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("target", FAMILIES)
 def test_gguf_weights_equal_those_that_transformers_reads(target, tmp_path):
     model, file, draft = made(target, tmp_path)

@@ -45,6 +45,7 @@ def refusal(target: str, folder: Path, *args, **kwargs) -> str:
     return str(refused.value)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("target", "fields"),
     [
@@ -64,6 +65,7 @@ def test_gguf_metadata_that_agrees_with_the_config_is_accepted(target, fields, t
     assert plan.target_source.files() == [tmp_path / "m.gguf"]
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(
     ("target", "fields", "says"),
     [
@@ -107,6 +109,7 @@ def test_gguf_metadata_that_disagrees_with_the_config_is_refused_with_both_value
     assert says.format(config=tmp_path / "config.json", folder=tmp_path) in refusal(target, tmp_path, fields)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("rope", "fields", "says"),
     [
@@ -204,6 +207,7 @@ def test_a_short_gguf_embedding_of_another_family_is_refused(tmp_path):
     assert "embed_tokens.weight is [88, 64], but config.json implies [96, 64]" in line
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("own", "files", "says"),
     [

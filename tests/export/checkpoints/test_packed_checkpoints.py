@@ -102,6 +102,7 @@ SCHEMES = [
 ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "bits", "group", "symmetric"), SCHEMES)
 def test_on_the_cpu_packed_checkpoints_give_transformers_tokens(name, bits, group, symmetric, tmp_path):
     model = save_packed(tmp_path / "target", name, bits, group, symmetric, **WIDE)
@@ -147,6 +148,7 @@ def test_codes_by_compressed_tensors_stay_memory_mapped(tmp_path):
         assert any(start <= module.weight.qdata.data_ptr() < end for start, end in spans)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "bits", "group", "symmetric"), [SCHEMES[i] for i in (1, 2, 5, 6, 7, 8)])
 def test_on_cuda_every_packed_linear_keeps_its_codes_and_verifies_on_the_small_m_path(
     name, bits, group, symmetric, tmp_path

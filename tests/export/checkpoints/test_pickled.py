@@ -94,6 +94,7 @@ def loaded(folder: Path, draft: Path, qlinear: str) -> tuple[dict[str, Tensor], 
     return speculator.state_dict(), speculator.target.logits(state)[0]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("kind", "dtype", "qlinear"),
     [

@@ -89,6 +89,7 @@ def change(folder: Path, tensors: dict[str, Tensor | None]) -> None:
 
 
 # Idefics 3 is refused by the twin: its image tower reads its own values while it is made on the meta device.
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "idefics3"])
 def test_a_published_checkpoints_tokens_equal_transformers(name, tmp_path):
     model = saved(name, tmp_path)

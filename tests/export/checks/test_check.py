@@ -153,6 +153,7 @@ def test_a_wrong_linear_is_more_than_the_measured_tolerance(random_weights, laye
     codes.copy_(right)
 
 
+@pytest.mark.whole
 def test_a_head_that_is_never_accepted_gets_a_warning_with_what_to_type(plan, artifact, monkeypatch):
     real = check._tried
 

@@ -73,6 +73,7 @@ def test_fewer_proposals_are_the_first_ones_of_a_whole_block(name):
     assert case.draft_behind(0, 14)[0].shape[1] == 2
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("name", CASES)
 def test_the_dflash_head_equals_its_formulas(name):
     compared = check_draft(read_draft(GOLDEN / name), 3)

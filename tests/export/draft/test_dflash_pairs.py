@@ -65,6 +65,7 @@ class ByFormulas(ThreeMethods):
         return step
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("length", [3, 12, 40])  # within the windows, and past them
 def test_every_dflash_block_of_a_generation_equals_its_formulas(length, session):
     """Blocks are seeded in chunks, chained, and rolled back after accepted windows of several lengths. A bias restricts
@@ -95,6 +96,7 @@ def test_dflash_drafts_a_round_in_one_call_and_has_a_cache(session):
     assert run.stats.method_calls[DRAFT_DECODE] == run.stats.num_drafts + 1  # the last round drafts for the next
 
 
+@pytest.mark.first(1)
 def test_every_path_of_the_loop_gives_the_same_tokens_with_dflash(session):
     prompt = prompt_of(30)
     plain = same_tokens_by_every_path(session, prompt)
@@ -105,6 +107,7 @@ VARIANTS = ["dflash2", "dspark", "dspark_rnn", "xpress", "xpress_anchor"]
 VARIANTS += ["domino", "domino_unshifted", "domino_speculators"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_dflash_variants_give_the_tokens_of_plain_decoding_and_draft_by_their_formulas(name, tmp_path):
     """Blocks are seeded, chained and rolled back, by the three methods and by fused rounds."""
@@ -127,6 +130,7 @@ def test_a_dflash_generation_reaches_the_last_position_of_the_context(folder):
     assert len(tokens) == 24 - 9
 
 
+@pytest.mark.whole
 def test_a_block_of_16_rows_uses_the_small_m_kernels_on_cuda(tmp_path):
     """The rows of the block decide, not those of the window, even if fewer of its tokens are verified."""
     save_random_dflash(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), block=16, layer=SLIDING_20)
@@ -145,6 +149,7 @@ def test_every_linear_of_an_xpress_uses_the_small_m_kernels_on_cuda(tmp_path):
         assert counted["small_m"] == 2 * 7 + 1 + 7
 
 
+@pytest.mark.whole
 def test_every_linear_of_a_domino_uses_the_small_m_kernels_on_cuda(tmp_path):
     """The linears of its GRU and of its bias use the kernels for each row."""
     keys = {"gru": 64, "rank": 32, "block": 16, "layer": SLIDING_20, "sample_from_anchor": True}

@@ -70,6 +70,7 @@ def run(folder, **flags):
     return taps.layers, head.target_ids(logits), logits, following
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("dialect", list(CONFIGS))
 @pytest.mark.parametrize("pickled", [False, True])
 def test_a_head_gives_the_same_numbers_in_every_dialect(dialect, pickled, tmp_path):
@@ -243,6 +244,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_each_variant_of_a_head_equals_its_formulas(name, tmp_path):
     dialect, tensors, keys = VARIANTS[name]

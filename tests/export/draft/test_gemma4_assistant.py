@@ -141,6 +141,7 @@ def test_a_unified_assistant_proposes_the_tokens_of_transformers_assisted_genera
     assert_same_rounds(ours, rounds, 40)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("length", [3, 12, 40])  # within the window of 16, and past it
 def test_a_gemma4_assistants_proposals_equal_transformers_assisted_generation(length, session, target, folder):
     assistant = random_assistant(target.config, KINDS[session.kind])
@@ -166,6 +167,7 @@ def test_every_path_of_the_loop_gives_the_same_tokens_with_a_gemma4_assistant(se
     same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_cuda_an_assistants_linears_use_the_small_m_kernels_and_no_cache_is_written(kind, tmp_path):
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}

@@ -127,6 +127,7 @@ def own(request, tmp_path_factory):
     return SimpleNamespace(folder=folder, plan=plan_of(folder, **flags))
 
 
+@pytest.mark.first(2)
 def test_the_twin_of_a_targets_own_mtp_layer_equals_its_formulas(own):
     draft = own.plan.draft
     assert (draft.kind, draft.dialect, draft.takes_final_state) == (MTP, "the target's own checkpoint", True)

@@ -174,6 +174,7 @@ def test_every_mtp_step_of_a_generation_equals_its_formulas(name, qwen):
     assert fused.stats.method_calls[SPECULATE] > 5
 
 
+@pytest.mark.whole
 def test_every_path_of_the_loop_gives_the_same_tokens_with_an_mtp_head(glm):
     plan = plan_of(glm)
     session, prompt = eager_session(plan), prompt_of(30)

@@ -45,6 +45,7 @@ def test_a_shipped_head_fits_and_keeps_the_reading_of_its_files(measured, head):
     assert low > 1.8 and low < fit.of(fit.file).length < high
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("head", "fault", "typed"),
     [
@@ -108,6 +109,7 @@ def test_a_whole_text_at_once_gives_the_states_of_its_chunks():
         torch.testing.assert_close(state, torch.cat([part[place] for part in parts], 1), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.whole
 def test_a_measured_reading_fills_gaps_of_the_files_and_never_contradicts_them(measured):
     fault = broken("assistant", embeds_as_target=False)
     plan, lines = fitted_plan(fault.plan, measured.fit(fault.plan))
@@ -127,6 +129,7 @@ def test_a_reading_given_by_flags_replaces_that_of_the_files(tmp_path: Path):
         make_plan(ExportConfig("gemma4-tiny", backend="xnnpack", read=("d2t=both",)))
 
 
+@pytest.mark.whole
 def test_eagle3_fit_prints_json_for_a_head_whose_file_has_a_wrong_norm(tmp_path: Path):
     shutil.copytree(HEADS["draft"], tmp_path / "head")
     file = tmp_path / "head" / "config.json"

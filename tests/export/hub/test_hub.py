@@ -464,6 +464,7 @@ def test_every_target_entry_names_repositories_in_the_right_form():
         assert len(set(spec.heads)) == len(spec.heads)
 
 
+@pytest.mark.whole
 def test_the_hubs_environment_variables_are_used(hub_pair, tmp_path):
     """HF_ENDPOINT, HF_HOME and HF_TOKEN are tried in a process of its own."""
     hub_pair.gated.add(TARGET)

@@ -41,6 +41,7 @@ def test_a_dry_run_plans_gemma4_31b_from_2_mb_of_67_gb(published, gemma4_31b):
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("kind", "says"),
     [

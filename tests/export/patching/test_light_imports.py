@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 COMPILERS = ["torch._inductor.compile_fx", "executorch.exir"]
 
 
@@ -13,6 +15,7 @@ def printed_by(code: str) -> list:
     return json.loads(lines.splitlines()[-1])
 
 
+@pytest.mark.whole
 def test_a_dry_run_for_cuda_imports_no_compiler():
     code = f"""
 import json, sys

@@ -163,6 +163,7 @@ def test_the_targets_methods_give_the_same_with_and_without_a_head(eager):
             assert both.token_ids == plain.token_ids
 
 
+@pytest.mark.whole
 def test_a_small_target_without_a_head_is_exported_checked_and_run(tmp_path):
     """The target has two layers with random weights. Its text repeats, so that windows of the lookup are verified."""
     out = tmp_path / "out"

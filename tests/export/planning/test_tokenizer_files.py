@@ -48,6 +48,7 @@ def test_an_unreadable_tokenizer_file_is_named_before_any_weight_is_read(asked, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["tekken.json", "tokenizer.model", None])
 def test_a_dry_run_reports_a_missing_tokenizer_json_and_the_files_that_exist(form, target, tmp_path):
     for file in target.glob("tokenizer*"):

@@ -17,6 +17,7 @@ LAYERS = {"gemma4-E2B": 7, "gemma4-E4B": 7, "gemma4-26B-A4B": 6}
 makes no more of them."""
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_twin_of_a_published_gemma4_shape_agrees(name):
     twin = make_twin(config_of(name))
@@ -95,6 +96,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_twin_check_finds_each_fault_in_gemma4(fault):
     name, break_ = FAULTS[fault]

@@ -235,6 +235,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_correct_target_passes_the_twin_check(name):
     config = MODELS[name]()
@@ -242,6 +243,7 @@ def test_a_correct_target_passes_the_twin_check(name):
     assert found["logits"] <= TOLERANCE and found["states"] <= TOLERANCE
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_target_fails_the_twin_check(fault):
     name, broken = FAULTS[fault]
@@ -255,6 +257,7 @@ def test_a_faulty_target_fails_the_twin_check(fault):
     assert difference > TOLERANCE
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
 def test_a_rope_factor_that_depends_on_the_largest_position_is_refused(kind):
     rope = MSCALES | {"rope_type": kind, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -109,6 +109,7 @@ check_draft(read_draft(Path(sys.argv[1])), 3)
 """
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(not can_mount(), reason="this user may mount no file system of its own")
 @pytest.mark.parametrize("program", [TARGET, DRAFT], ids=["target", "draft"])
 def test_a_full_folder_of_temporary_files_is_reported_as_such(program, tmp_path):

@@ -66,6 +66,7 @@ def classes(config):
     yield from found if isinstance(found, tuple) else (found,)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_text_part_of_a_multimodal_model_has_the_multimodal_logits(name, tmp_path):
     config, kind = wrapper(name)

@@ -91,6 +91,7 @@ def test_none_of_400_flipped_bytes_reaches_the_runtime(copied, not_loaded):
         open_artifact(copied)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("place", [6, 40, 5000, -1000])
 def test_a_flipped_byte_gives_one_line_and_exit_1_of_the_real_command(place, copied):
     flip(copied / MODEL_FILE, place % (copied / MODEL_FILE).stat().st_size)

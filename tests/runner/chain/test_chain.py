@@ -21,6 +21,7 @@ def adaptive(longest=7):
     return lambda: AdaptiveChain(longest)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("draft", [0.05, 0.15, 0.3])
 def test_the_adaptive_length_is_within_three_percent_of_the_best_fixed_length(rate, draft):
@@ -81,6 +82,7 @@ def test_alternating_texts_are_faster_than_with_any_fixed_length():
     assert to_the_best(Machine(draft=0.2), Text((0.92, 0.2), 200), adaptive(), tokens=6000, generation=200) > 1.05
 
 
+@pytest.mark.first(9)
 @pytest.mark.parametrize(("longest", "factor"), [(3, 10), (7, 2), (7, 10)])
 @pytest.mark.parametrize("rounds", [1, 2, 3, 5, 8, 21, 55])
 def test_the_adaptive_length_recovers_within_200_tokens_of_a_stall(rounds, factor, longest):

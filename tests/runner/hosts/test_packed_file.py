@@ -60,6 +60,7 @@ def test_a_later_start_maps_the_packed_file_and_gives_the_same_tokens(artifact, 
     assert own_bytes - private_bytes > weights / 4
 
 
+@pytest.mark.whole
 def test_processes_map_the_packed_file_at_once_and_a_writer_disturbs_none(artifact, packed, tmp_path):
     session = open_session(open_artifact(artifact), packed_weights=packed)
     tokens = complete(session, PROMPT, max_new_tokens=20).token_ids
@@ -73,6 +74,7 @@ def test_processes_map_the_packed_file_at_once_and_a_writer_disturbs_none(artifa
     writer.close()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kept", [0, 10, 5000, -1])
 def test_a_truncated_packed_file_is_written_again(kept, artifact, packed, tmp_path):
     (whole,) = packed.iterdir()

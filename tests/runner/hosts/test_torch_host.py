@@ -75,6 +75,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 # Alone, below the least prefill, at it, a whole chunk, one more, chunks and a rest that goes through verify windows.
+@pytest.mark.first(2)
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 64, 65, 131])
 def test_pytorch_hosted_tokens_equal_transformers_greedy_tokens(length, hosted, reference):
     prompt = prompt_of(length)

@@ -289,6 +289,7 @@ def test_no_time_is_counted_for_adding_parts_if_there_are_none(counted):
         )
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 def test_a_cache_that_a_method_only_reads_is_not_counted_as_a_weight():
     """In a process of its own, since it compiles attention before other tests compute with it."""
@@ -408,6 +409,7 @@ def test_a_round_launches_no_more_kernels_than_its_limit(cuda_artifact):
         assert sum(entry["count"] for entry in recorded[name]["launches"]) <= most, counts
 
 
+@pytest.mark.whole
 def test_no_matmul_kernel_of_a_round_spills(cuda_artifact):
     """Fused kernels, whose disassembly takes as long and which hardly spill, are left to ``--cost``."""
     kernels = cuda_kernels(cuda_artifact / MODEL_FILE)
@@ -423,6 +425,7 @@ def test_no_matmul_kernel_of_a_round_spills(cuda_artifact):
     assert small and all(loads(code.ptx, (1, 1, 1), 4) for code in small)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("weight", "rows"), INSTRUCTIONS_PER_WEIGHT_AT_MOST)
 def test_weights_take_no_more_instructions_and_lines_than_their_limits(weight, rows):
     grid, kernel, types, constants, warps = launched(weight, rows)

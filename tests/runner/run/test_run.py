@@ -212,6 +212,7 @@ def test_a_dialogue_on_a_terminal_keeps_its_turns(artifact):
     assert terminal.process.wait(20) == 0
 
 
+@pytest.mark.whole
 def test_an_interruption_ends_an_answer_and_never_the_dialogue(artifact):
     """The interruption comes before the first reply or within a reply."""
     terminal = Terminal(artifact, "--chat", "--max-new-tokens", 400, "--ignore-eos", "--stats")
@@ -235,6 +236,7 @@ ASCII = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("environment", ASCII.values(), ids=ASCII)
 def test_a_dialogue_accepts_letters_that_the_locale_lacks(artifact, model, environment):
     """The tokens are those of the same text in UTF-8; invalid UTF-8 is reported, and the dialogue continues."""

@@ -57,6 +57,7 @@ def texts(sampling: Sampling, target: int, draft: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("other", [{}, {"repetition_penalty": 1.3}, {"logit_bias": {2: 4.0, 5: -1e9}}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1, 1e-9, 1e9])
 def test_every_pair_of_filters_gives_the_text_of_sampling_without_speculation(temperature, other):

@@ -39,6 +39,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_frequencies_over_seeds_are_transformers_probabilities(sampling):
     """A chi-square test over 4,000 seeds with 12 ids, so up to 11 degrees of freedom; a value above 38 has a
@@ -140,6 +141,7 @@ def test_each_of_openais_penalties_alone_is_subtracted_for_generated_tokens(name
     assert said == [1, 2, 1]  # of the prompt nothing is taken off; then 0.2 is the largest
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -107,6 +107,7 @@ def test_a_constrained_greedy_answer_equals_masking_by_hand(model, session, sche
     assert said.stats.num_accepted_tokens > said.stats.num_drafts
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("options", [{}, SAMPLED, PENALIZED], ids=["greedy", "sampled", "penalized"])
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: next(iter(asked)))
 def test_constrained_text_does_not_depend_on_the_chain_length(model, asked, options):

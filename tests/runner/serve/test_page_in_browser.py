@@ -259,6 +259,7 @@ RENDER = """
     });"""
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_every_character_of_rendered_markdown_keeps_its_author(sent, server, size):
     page = sent(server)
@@ -324,6 +325,7 @@ def test_markdown_is_rendered_and_can_be_shown_as_plain_text(sent, model, artifa
         page.until("return document.querySelectorAll('.words :is(h2, table, pre)').length == 4")
 
 
+@pytest.mark.whole
 def test_a_reload_keeps_the_dialogue(sent, model, artifact, held):
     with served([model], artifact, **saying(MARKDOWN)) as server:
         page = sent(server, "one", "two")

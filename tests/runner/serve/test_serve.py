@@ -349,6 +349,7 @@ def test_the_served_model_is_listed(client, server):
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
 
 
+@pytest.mark.first(18)
 @pytest.mark.parametrize(
     ("given", "status", "words"),
     [

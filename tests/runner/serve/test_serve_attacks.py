@@ -108,6 +108,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_is_refused_in_one_line_within_seconds_and_others_are_served(server, name):
     given, param = ATTACKS[name]

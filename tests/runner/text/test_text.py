@@ -87,6 +87,7 @@ def streamed(text: Text, parts: list[list[int]], stops: list[str]) -> tuple[str,
     return shown + stream.finish(), stream.stopped, stream.kept
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["shipped", *SENTENCEPIECE])
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())

@@ -53,6 +53,7 @@ def test_a_kernel_with_a_fault_leaves_the_ops_as_they_are(tmp_path):
     assert torch.ops.eagle3.attention.default is attention.attention._opoverload
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["attention", "int4", "int8", "bf16", "large int8"])
 @pytest.mark.parametrize(("order", "weaker"), [('sem="acq_rel"', 'sem="relaxed"'), ('scope="gpu"', 'scope="cta"')])
 def test_sums_of_other_blocks_need_an_atomic_that_releases_and_acquires_for_the_gpu(name, order, weaker, tmp_path):
@@ -99,6 +100,7 @@ def test_a_barrier_must_lie_between_the_counting_atomic_and_the_last_blocks_load
     assert any("(PARTS) is stored by other blocks, then loaded with no barrier behind the atomic" in f for f in found)
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("weaker", ["bar.sync 1, 64;", "bar.warp.sync -1;", "@%p1 bar.sync 0;", "membar.gl;"])
 def test_an_instruction_that_orders_only_some_threads_is_not_a_barrier(counting, weaker):
     names, ptx = counting

@@ -146,6 +146,7 @@ def test_bad_arguments_of_the_bfloat16_kernel_are_named():
         )
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("arch", "rows"), [(80, 16), (89, 16), (90, 16), (90, 32), (100, 16), (120, 16)])
 def test_the_bfloat16_kernel_stays_within_its_gpu_resources(arch, rows, tmp_path):
     constants = {"N": 5376, "K": 21504, "WHOLE": 0, "SPLITS": 3, "BLOCK_N": bf16.BF16.n, "BLOCK_K": bf16.BLOCK_K}

@@ -66,6 +66,7 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1.5e-2, rtol=1e-2)  # softmax's weights and the output in bfloat16
 
 
+@pytest.mark.whole
 @settings(max_examples=15, deadline=None)
 @given(
     groups=some.sampled_from([1, 2, 3, 8]),
@@ -118,6 +119,7 @@ class Drafting(Attend):
         return self.attention(query, block_key, block_value, self.attention.rows(positions, self.block), 0.25)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("window", "block"),
     [
@@ -137,6 +139,7 @@ def test_a_block_attends_as_the_eager_reference_does(window, block):
             assert_equal(ours(*given_now), eager(*given_now))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("window", "int8"), [(0, False), (WINDOW, False), (0, True)])
 def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window, int8):
     eager, ours = (Attend(kind, window, int8=int8) for kind in (EagerAttention, CudaAttention))
@@ -152,6 +155,7 @@ def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window, int
             assert_equal(by_interpreter(given_now[0], *rest, divided, 0.0, None, *scales), expected)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("rows", [1, 8, 20])
 @pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 2.0, 30.0]])
 def test_rows_may_begin_after_the_first_chunk_of_a_whole_context(rows, sinks):
@@ -192,6 +196,7 @@ def exact_dot(_self, a, b, d, *_) -> TensorHandle:
     return TensorHandle(np.matmul(*wide).astype(np.float32) + d.data, d.dtype.scalar)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("slots", "window", "last"),
     [(700, 0, 611), (512, 256, 1000), (512, 256, 1043), (700, 0, 260), (16900, 0, 16390)],
@@ -267,6 +272,7 @@ class WithMaskRows(nn.Module):
         return self.attend(query, key, value, torch.cat((input_pos, behind)))
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("shortest", "longest", "masks", "divided"),
     [(1, 1, 0, 1), (2, 8, 0, 8), (2, 10, 0, 10), (9, 64, 0, 0), (1, 64, 0, 16), (1, 64, 8, 16), (9, 64, 2, 0)],
@@ -321,6 +327,7 @@ def compiled(
         return triton.compile(source, target=driver.active.get_current_target(), options=options)
 
 
+@pytest.mark.first(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: configurations are timed on it")
 @pytest.mark.parametrize(
     ("arch", "width", "groups", "divided", "keys", "warps", "stages", "more"),

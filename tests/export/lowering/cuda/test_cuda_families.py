@@ -68,6 +68,7 @@ def prepared(plan, attention):
     return speculator
 
 
+@pytest.mark.first(1)
 def test_every_linear_uses_the_small_m_kernels_in_all_methods_but_prefill(plan):
     speculator, counts = prepared(plan, cuda.attention), {}
     family = plan.config.target_model
@@ -96,6 +97,7 @@ def test_every_linear_uses_the_small_m_kernels_in_all_methods_but_prefill(plan):
     assert counts.get("draft_decode") == ({"small_m": drafting, "large_m": 0, "dequantize": 0} if drafts else None)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("plan", ATTENTIONS, indirect=True)
 def test_attention_fuses_the_product_of_queries_keys_and_values(plan, tmp_path):
     speculator = prepared(plan, cuda.attention)
@@ -113,6 +115,7 @@ def test_attention_fuses_the_product_of_queries_keys_and_values(plan, tmp_path):
                 assert not apart
 
 
+@pytest.mark.first(5)
 def test_every_packed_linear_gives_the_numbers_of_its_dequantized_weights(plan):
     speculator, compared = prepared(plan, EagerAttention), 0
     torch.manual_seed(5)

@@ -115,6 +115,7 @@ def test_dispatched_linears_give_the_numbers_of_dequantized_weights(rows):
         torch.testing.assert_close(model(tokens).float(), expected, rtol=0.03, atol=0.03)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
 def test_k_quants_use_the_same_dispatch_and_give_the_same_numbers(kind):
     model = Model(last=True)

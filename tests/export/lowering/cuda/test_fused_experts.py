@@ -97,6 +97,7 @@ def random_experts(family: str) -> tuple[Experts, Experts]:
     return holder["experts"], plain
 
 
+@pytest.mark.first(7)
 @pytest.mark.parametrize("name", [*NAMES, "gpt-oss-20b"])
 @pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.parametrize("how", [nullcontext, by_kernels])
@@ -195,6 +196,7 @@ def test_an_experts_activation_is_recognized_and_one_with_a_limit_is_distinct(na
     assert fused.activation_of(experts) == activation
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 @pytest.mark.parametrize("longest", [16, 64])
 def test_fused_experts_compile_without_a_gpu_and_the_bytes_of_a_window_are_counted(longest):

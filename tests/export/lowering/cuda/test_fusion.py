@@ -70,6 +70,7 @@ def function(name, source, folder):
     return InterpretedFunction(getattr(module, name))
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 def test_independent_kernels_become_one_launch_with_the_same_numbers(tmp_path):
     torch.manual_seed(0)
@@ -91,6 +92,7 @@ def test_independent_kernels_become_one_launch_with_the_same_numbers(tmp_path):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 def test_a_reduction_over_the_rows_of_a_chunk_is_a_launch_of_its_own():
     """Inductor refuses some reductions among combined kernels, so that no target with fused experts could be
@@ -111,6 +113,7 @@ def met(source: str) -> int:
     return count
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 def test_a_barrier_separates_a_storing_loop_from_a_loop_that_loads_the_same_memory():
     given = torch.randn(ROWS, LONG), torch.randn(ROWS, LONG)

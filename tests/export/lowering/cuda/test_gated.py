@@ -74,6 +74,7 @@ def dense(kind: str, weight: Tensor | list[tuple[Tensor, ...]]) -> Tensor:
     return torch.cat([int4.dequantized([each[0]], *int4.tiled(*each[1:]))[0] for each in weight])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_a_gated_product_has_the_bits_of_a_product_with_a_separate_gate(kind, activation):
@@ -188,6 +189,7 @@ def test_gates_of_a_prefill_chunk_are_not_fused():
     assert activations_of(Mlp(), shortest=9)[1] == []
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("arch", "activation"), [(80, GELU_TANH), (90, SILU), (100, GELU_TANH), (120, GELU_TANH)])
 def test_a_gated_product_fits_on_a_gpu_like_the_plain_product(arch, activation, tmp_path):
     whole_tiles = f"sm_{arch}" in sums.WHOLE_TILES_ON

@@ -33,6 +33,7 @@ def assert_right(found: Tensor, x: Tensor, weights: Weights, *given) -> None:
     assert ((found - expected).abs() <= room).all()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("activation", [SILU, GELU_TANH])
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16])
 def test_int4_experts_are_right_for_every_number_of_rows(rows, activation):
@@ -41,6 +42,7 @@ def test_int4_experts_are_right_for_every_number_of_rows(rows, activation):
     assert_right(computed(x, weights, *given), x, weights, *given)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("hidden", "width"), [(96, 32), (288, 96), (512, 160), (224, 352), (704, 64)])
 def test_int4_experts_are_right_for_any_width_in_whole_groups(hidden, width):
     x, weights = torch.randn(3, hidden).bfloat16(), weights_of(4, hidden, width)
@@ -48,6 +50,7 @@ def test_int4_experts_are_right_for_any_width_in_whole_groups(hidden, width):
     assert_right(computed(x, weights, *given), x, weights, *given)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("top_k", [1, 2, 5, 8])
 def test_int4_experts_are_right_for_any_number_of_choices(top_k):
     weights, (chosen, factors) = weights_of(8, 64, 32), choices(5, 8, top_k)
@@ -151,6 +154,7 @@ def test_correct_int4_experts_have_no_findings(case):
     assert not is_noticed(*case)
 
 
+@pytest.mark.first(3)
 @pytest.mark.races(())
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_put_into_int4_experts_is_found(name, tmp_path):
@@ -187,6 +191,7 @@ LAUNCHES = {
 """Those of Gemma 4 26B-A4B."""
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_int4_experts_take_2_7_instructions_per_weight_without_spills(name, arch, tmp_path):

@@ -83,6 +83,7 @@ def test_the_outputs_of_several_int4_weights_are_side_by_side():
     assert torch.equal(product(x, *parts(*weights), count=1), torch.cat(alone, 1))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_any_split_of_k_of_the_int4_product_is_right_and_leaves_the_counters_unchanged(count):
     x, weight, arrived = activations(70, 1280), parts(int4_weight(130, 1280)), sums.counters()
@@ -150,6 +151,7 @@ def test_bad_arguments_of_the_int4_product_are_named():
 TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("arch", "divided"), [(80, True), (86, False), (89, True), (90, True), (90, False), (100, True), (120, True)]
 )
@@ -175,6 +177,7 @@ class Scaled(Linear):
         return super().forward(x * 2)
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 def test_both_int4_kernels_for_dynamic_rows_share_one_input():
     program = export(Scaled(), (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=1024)},))

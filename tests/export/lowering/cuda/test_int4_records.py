@@ -78,6 +78,7 @@ def test_a_weight_of_a_shape_without_records_is_refused(n, k, group):
         records(*int4_weight(n, k, group))
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("m", [1, 4, 8, 9, 16, 21])
 @pytest.mark.parametrize(("n", "k", "multiprocessors"), [(128, 1024, 1), (64, 768, 2), (192, 256, 132)])
 def test_the_records_kernel_is_right_for_any_rows_and_share_of_blocks(m, n, k, multiprocessors):
@@ -249,6 +250,7 @@ def constants_of(n: int, k: int, rows: int, activation: str = "", early: bool = 
     return {"N": n, "K": k, "PROGRAMS": found.programs, "BLOCK_M": rows, "ACTIVATION": activation, **asked}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_three_programs_of_8_rows_fit_with_a_short_loop_and_one_barrier(arch, tmp_path):
     kernel = int4_records.int4_records_kernel
@@ -260,6 +262,7 @@ def test_three_programs_of_8_rows_fit_with_a_short_loop_and_one_barrier(arch, tm
     assert "LDGSTS" not in found.loop
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("early", [False, True])
 def test_the_records_kernel_does_not_spill_with_16_rows_and_gates(early, tmp_path):
     kernel = int4_records.int4_records_kernel

@@ -87,6 +87,7 @@ def test_correct_int8_experts_have_no_findings(case):
     assert not is_noticed(*case)
 
 
+@pytest.mark.first(6)
 @pytest.mark.races(())
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_put_into_int8_experts_is_found(name, tmp_path):
@@ -107,6 +108,7 @@ GPT_OSS = {"EXPERTS": 32, "N": 5760, "K": 2880, "TOP_K": 4, "EACH": 4, "BLOCK_T"
 GPT_OSS |= {"BLOCK_N": small_m.INT8.n, "BLOCK_K": 256, "STAGES": small_m.INT8.stages}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_int8_experts_take_5_instructions_per_weight_without_spills(arch, tmp_path):
     kernel, constants = int8_experts._int8_experts_small_m_kernel, GPT_OSS

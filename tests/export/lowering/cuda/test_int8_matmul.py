@@ -40,6 +40,7 @@ def test_the_int8_product_is_right_for_any_number_of_outputs(n):
     assert_right(product(x, *weight), x, weight)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("k", "group"), [(16, 16), (48, 48), (80, 16), (96, 48), (288, 96), (336, 336), (384, 128), (2880, 32)]
 )
@@ -61,6 +62,7 @@ def test_every_int8_weight_equals_its_dequantized_value(group):
     assert torch.equal(found.T, small_m.int8_dequantized(q, scale, zero).bfloat16())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_any_split_of_k_of_the_int8_product_is_right_and_leaves_the_counters_unchanged(count):
     x, weight, arrived = activations(70, 1296), int8_weight(130, 1296, 48), sums.counters()
@@ -108,6 +110,7 @@ COMPILED = [(arch, 5376, 32) for arch in (80, 86, 89, 90, 100, 120)]
 COMPILED += [(arch, *sizes) for arch in (80, 90) for sizes in ((5376, 5376), (2880, 32))]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("arch", "k", "group"), COMPILED)
 def test_two_programs_of_the_large_m_int8_kernel_fit_and_do_not_spill(arch, k, group, tmp_path):
     constants = {"N": 4096, "K": k, "G": group, "BLOCK_M": large_m.ROWS, "BLOCK_N": large_m.TILE}

@@ -29,6 +29,7 @@ def assert_right(found: Tensor, x: Tensor, w: Tensor) -> None:
     assert ((found.double() - expected).abs() <= room).all()
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("m", "n"), [(1, 33), (9, 1), (64, 127), (65, 128), (130, 129)])
 def test_the_k_quant_product_is_right_for_any_rows_and_outputs(kind, m, n):
@@ -44,6 +45,7 @@ def test_every_k_quant_weight_equals_gguf_pys_bit_for_bit_and_is_rounded_once(ki
     assert torch.equal(found.T, w.bfloat16())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_split_of_k_of_the_k_quant_product_is_right_and_leaves_the_counters_unchanged(kind):
     x, (packed, w), arrived = activations(70, 1280), weight(kind, 130, 1280), sums.counters()
@@ -90,6 +92,7 @@ COMPILED = [("Q4_K", 80, True), ("Q4_K", 90, True), ("Q5_K", 80, True), ("Q5_K",
 COMPILED += [("Q6_K", arch, True) for arch in (80, 86, 89, 90, 100, 120)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "arch", "divided"), COMPILED)
 def test_two_programs_of_the_k_quant_product_fit_and_do_not_spill(kind, arch, divided, tmp_path):
     bits = KINDS[kind]

@@ -135,6 +135,7 @@ def sums_of(x: Tensor, packed: KQuantTensor) -> tuple[Tensor, Tensor]:
     return product(x, packed, 2, Kept), written[0]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_the_k_quant_kernel_has_the_same_bits_in_every_call(kind):
     # Eighths up to 4: sums within a group are exact, so that numpy's order of them says nothing; all others round.
@@ -219,6 +220,7 @@ COMPILED = [("Q4_K", 80), ("Q4_K", 90), ("Q5_K", 80), ("Q5_K", 90)]
 COMPILED += [("Q6_K", arch) for arch in (80, 86, 89, 90, 100, 120)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "arch"), COMPILED)
 def test_two_programs_of_the_small_m_k_quant_kernel_fit_and_do_not_spill(kind, arch, tmp_path):
     bits = KINDS[kind]

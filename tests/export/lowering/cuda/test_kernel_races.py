@@ -51,6 +51,7 @@ def assert_found(findings: Counter[Finding], what: str, line: str) -> None:
     assert any(re.search(what, kind) and re.search(line, text) for kind, text in sites), sites
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", SMALL)
 def test_no_kernel_has_a_race_in_any_order_of_its_programs(name):
     findings = found(SMALL[name], "forward", "reversed", "shuffled", "delayed")
@@ -73,6 +74,7 @@ READS = r"tl\.load\((PARTS|STATS|sums) "
 """The loads of what other programs have left."""
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("name", DIVIDED)
 @pytest.mark.parametrize("wrong", ARRIVING)
 def test_unordered_partial_sums_are_found(name, wrong, tmp_path):
@@ -195,6 +197,7 @@ FAULTS = {
 which line."""
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_race_faults_put_in_by_hand_are_found(name, tmp_path):
     small, module, old, new, what, line = FAULTS[name]

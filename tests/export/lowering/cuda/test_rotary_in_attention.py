@@ -80,6 +80,7 @@ def reference(product, keys, values, first, last, scale, longest, *fused, scales
 ONCE = pytest.mark.races(("forward",))  # ``Alone`` changes memory between the programs of a launch
 
 
+@pytest.mark.whole
 @ONCE
 @settings(max_examples=30, deadline=None)
 @given(
@@ -233,6 +234,7 @@ def fused_and_left(module: nn.Module, most: int) -> tuple[int, int]:
     return tuple(sum(name in str(node.target) for node in program.graph.nodes) for name in ("of_product", "index_copy"))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("norm", [None, nn.RMSNorm, LlamaRMSNorm, Gemma3RMSNorm, Gemma4RMSNorm])
@@ -240,12 +242,14 @@ def test_norms_rope_and_writes_between_a_product_and_its_attention_are_fused(nor
     assert fused_and_left(Layers(norm, swapped, window), most=8) == (2, 0)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_rotary_embeddings_of_heads_with_a_bias_are_fused(rotation, swapped):
     assert fused_and_left(Layers(LlamaRMSNorm, swapped, bias=True, rotation=rotation), most=8) == (2, 0)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("norm", [None, Gemma4RMSNorm])
 def test_writes_into_an_int8_cache_are_fused(norm, swapped):
@@ -256,6 +260,7 @@ def test_writes_into_an_int8_cache_are_fused(norm, swapped):
 OTHERWISE = {"norm of all heads": {"norm": NormOfAll}, "norm last": {"norm": LlamaRMSNorm, "norm_last": True}}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("other", [*OTHERWISE.values(), {}], ids=[*OTHERWISE, "prefill"])
 def test_attention_with_other_operations_is_not_fused(other):
     assert fused_and_left(Layers(**other), most=8 if other else 40) == (0, 4)

@@ -66,6 +66,7 @@ def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
     assert worst <= 1, f"{worst:.3g} times what rounding explains"
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize("m", [*range(1, 17), 17, 40])
 def test_the_small_m_kernels_are_right_for_every_number_of_rows(m):
     x = activations(m, 512)
@@ -199,6 +200,7 @@ def sums_of(x: Tensor, weight: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         return out, kernel.parts
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "weight",
     [int4_weight(20, 1024), int8_weight(20, 1024, 32), int8_weight(20, 768, 768)],
@@ -310,6 +312,7 @@ INT8_HEAD = {"N": 262144, "K": 5376, "G": 5376, "BLOCK_K": 256, "WHOLE": 0, "SPL
 INT8_HEAD |= {"BLOCK_N": small_m.INT8.n, "STAGES": small_m.INT8.stages}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_small_m_int4_kernel_takes_2_7_instructions_per_weight_and_two_programs_fit(arch, tmp_path):
     kernel, constants = kernel4.int4_small_m_kernel, INT4_DOWN | {"BLOCK_M": 8}
@@ -321,6 +324,7 @@ def test_the_small_m_int4_kernel_takes_2_7_instructions_per_weight_and_two_progr
     assert found.loop.count("LDG") == 2  # codes and steps; the rest is copied ahead
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_the_small_m_int4_kernel_does_not_spill_with_16_rows(arch, tmp_path):
     outputs = kernel4.OUTPUTS[16]
@@ -330,6 +334,7 @@ def test_the_small_m_int4_kernel_does_not_spill_with_16_rows(arch, tmp_path):
     assert found.a_weight(outputs * kernel4.BLOCK, small_m.WARPS) <= 4.1
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_two_programs_of_the_small_m_int8_kernel_fit_on_a_multiprocessor(arch, tmp_path):
     kernel = small_m._int8_small_m_kernel

@@ -77,6 +77,7 @@ def conversion(name: str, config) -> CudaWeights:
     return CudaWeights(skeleton.model, fitted_recipe("default", config), torch.bfloat16)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["llama3.1-8B", TIED, "gemma4-31B"])
 def test_streamed_quantization_gives_the_weights_of_a_whole_model_bit_for_bit(name, monkeypatch):
     given, config = checkpoint(name)
@@ -133,6 +134,7 @@ def parts(weight: Tensor) -> dict[str, Tensor]:
     return {"itself": weight}
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @pytest.mark.parametrize("name", ["llama3.1-8B", TIED])
 def test_large_quantized_tensors_are_kept_in_unnamed_files(name, kind, tmp_path, monkeypatch):

@@ -148,6 +148,7 @@ CASES = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", CASES)
 def test_decomposing_node_by_node_gives_pytorchs_program(name):
     model, *given = CASES[name]
@@ -230,6 +231,7 @@ LEFT = (
 )
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("model", LEFT)
 def test_programs_that_need_a_whole_trace_are_left_to_pytorch(model):
     program = traced(model(), torch.randn(5, 8))

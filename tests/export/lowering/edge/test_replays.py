@@ -63,6 +63,7 @@ def programs(recipe: Recipe) -> dict[str, torch.export.ExportedProgram]:
     }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("recipe", [Recipe("none", "none", 0), Recipe("8da4w", "none", 32)])
 def test_the_lowered_program_is_the_same_without_any_shortcut(monkeypatch, recipe):
     found = lowering.lower(programs(recipe), {}).buffer
@@ -73,6 +74,7 @@ def test_the_lowered_program_is_the_same_without_any_shortcut(monkeypatch, recip
     assert lowering.lower(programs(recipe), {}).buffer == found
 
 
+@pytest.mark.whole
 def test_a_weight_shared_by_two_methods_is_packed_once(monkeypatch):
     packed = []
     naming = weight_names.original(weight_names.NAMING)

@@ -5,6 +5,7 @@ import sys
 from importlib import resources
 
 import executorch.exir.dialects.edge as edge
+import pytest
 import torch
 from ruamel.yaml import YAML
 
@@ -17,6 +18,7 @@ def test_libyaml_reads_the_same_table_of_operators():
     assert read == YAML(typ="safe").load(text) and len(read) > 100
 
 
+@pytest.mark.whole
 def test_executorch_is_imported_with_libyaml_and_ruamel_is_restored():
     code = """
 import sys

@@ -63,6 +63,7 @@ CASES = [
 ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "heads"), CASES)
 def test_lowered_softcaps_and_sinks_equal_the_eager_reference(kind, heads, tmp_path):
     rows = Dim("rows", min=1, max=8)
@@ -76,6 +77,7 @@ def test_lowered_softcaps_and_sinks_equal_the_eager_reference(kind, heads, tmp_p
         torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "heads"), CASES)
 def test_lowered_attention_is_right_for_single_rows_from_the_first_position_on(kind, heads, tmp_path):
     method = lowered(Layer(cpu_attention, heads, *kind), inputs(heads, 0, 1, 0), None, tmp_path / "layer.pte")
@@ -151,6 +153,7 @@ def test_a_cache_that_fits_into_the_processors_caches_uses_only_the_llm_ops(tmp_
         torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.whole
 def test_values_in_a_kv_cache_take_no_planned_memory_of_their_own(tmp_path):
     """A program with a cache a hundred times as long plans the same memory for everything else."""
     planned_bytes = []
@@ -197,6 +200,7 @@ def drafted(heads: int, start: int, length: int, seed: int):
     return key, value, positions, *inputs(heads, 0, 5, seed + 99)[:3]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("heads", "window", "block"), BLOCKS)
 def test_a_block_attends_as_the_eager_reference_does(heads, window, block, tmp_path):
     """The block follows rows that were written, and rows written again over the previous block."""

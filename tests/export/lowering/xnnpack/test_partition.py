@@ -51,6 +51,7 @@ def test_executorchs_own_delegates_of_softcapped_attention_depend_on_each_other(
         a_step(XnnpackPartitioner())
 
 
+@pytest.mark.whole
 def test_a_lowered_step_of_softcapped_attention_equals_the_eager_one(tmp_path):
     edge = a_step(LevelPartitioner())
     plan, file = MemoryPlanningPass(alloc_graph_input=False), tmp_path / "step.pte"
