@@ -42,8 +42,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     text = "races(orders): run the launches of a test in these orders, whatever --races says; in none: unchecked"
     config.addinivalue_line("markers", text)
-    config.addinivalue_line("markers", "whole: run this test with --whole alone, or where it is named")
-    config.addinivalue_line("markers", "first(n): run the first n cases alone, but all with --whole or where named")
+    config.addinivalue_line("markers", "whole: run this test with --whole alone, or if its file is named")
+    config.addinivalue_line(
+        "markers", "first(n): run the first n cases alone, but all with --whole, or if the file is named"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +158,12 @@ BEFOREHAND = pytest.StashKey[Beforehand]()
 LONGEST_FILE = "test_interpreted_artifact.py"  # minutes of one core, most of them in two tests
 
 
+def named(config) -> bool:
+    """Return True if files or tests were given: of these every case runs."""
+    worker = getattr(config, "workerinput", None)
+    return worker["named"] if worker else config.args_source is config.ArgsSource.ARGS
+
+
 def left_out(items) -> set:
     """Return the tests that run with ``--whole`` alone: those that are marked, and those of the artifacts of all
     families and kinds of head, which take minutes to make."""
@@ -172,7 +180,7 @@ def left_out(items) -> set:
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what runs with ``--whole`` alone, and put the rest in order."""
-    if not config.getoption("--whole") and not any("::" in name for name in config.args):
+    if not config.getoption("--whole") and not named(config):
         left = left_out(items)
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
@@ -205,6 +213,7 @@ def pytest_sessionstart(session):
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     node.workerinput["beforehand"] = str(node.config.stash[BEFOREHAND].folder)
+    node.workerinput["named"] = named(node.config)
 
 
 @pytest.hookimpl(tryfirst=True)  # before a worker tells that it has collected
