@@ -39,7 +39,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for rope in given if isinstance(rope, dict) for key, value in rope.items()}
 
 
-def rotary_part(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of whatever type the JSON has
+def rotary_part(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - the value has any type of JSON
     """Return ``partial_rotary_factor``, at the top or within the RoPE; None where it is absent or 1."""
     part = rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return None if part == 1 else part
