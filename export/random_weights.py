@@ -24,7 +24,8 @@ from eagle3.targets.text_part import whole_config
 @contextmanager
 def random_weights(config: ExportConfig) -> Iterator[ExportConfig]:
     """Yield the flags with random checkpoints of the same shapes, and with ``config.layers`` layers if that is set. The
-    checkpoints are removed at the end. The taps of a head for more layers are spread over the remaining ones.
+    checkpoints are removed at the end. If a draft head taps layers of a deeper target, its taps are spread over the
+    layers that remain.
 
     Raises ValueError or FileNotFoundError if a checkpoint's shapes cannot be read, or if some kind of layer would be
     missing.

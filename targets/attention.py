@@ -111,7 +111,7 @@ class Int8KVCache(nn.Module):
         return self.k_cache, self.v_cache, self.k_cache_scales, self.v_cache_scales
 
     def update(self, input_pos: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Write ``key`` and ``value`` [1, kv_heads, T, head_dim] at ``input_pos`` [T]; return ``parts``."""
+        """Write ``key`` and ``value`` [1, kv_heads, T, head_dim] at ``input_pos`` [T]; return the cache's ``parts``."""
         (keys, key_scales), (values, value_scales) = int8_codes(key), int8_codes(value)
         for kept, new in zip(self.parts, (keys, values, key_scales, value_scales), strict=True):
             kept.index_copy_(2, input_pos, new)

@@ -42,10 +42,10 @@ class ShortConvState(nn.Module):
 
     def with_earlier(self, mixed: Tensor, input_pos: Tensor) -> Tensor:
         """Return the convolution's inputs ``mixed`` [1, channels, T] at ``input_pos`` [T] behind those of the positions
-        before, and keep them. What is before position 0 is zero."""
+        before, and keep them. Inputs before position 0 are zero."""
         positions = input_pos[:1] + torch.arange(-self.earlier, 0, device=input_pos.device)
         earlier = self.conv.read(positions, positions >= 0)
         both = torch.cat((earlier.to(mixed.dtype), mixed[0].T))  # [taps - 1 + T, channels]
-        # What is written is a part of what is read: a backend may otherwise write in place before it reads.
+        # The rows to write are a slice of the result: a backend might otherwise write in place before it reads.
         self.conv.write(input_pos, both[self.earlier :].float())
         return both.T.unsqueeze(0)

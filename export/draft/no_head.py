@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NoFiles(Source):
-    """A source without files; ``path`` is the target's."""
+    """A source without files, which takes the target's folder or file as its ``path``."""
 
     @staticmethod
     def recognizes(path: Path) -> bool:  # noqa: ARG004 - as every source's

@@ -42,7 +42,7 @@ def readings_table(fit: Fit) -> Any:  # noqa: ANN401 - rich's table
     return table(f"Readings ({fit.facts['text']})", columns, rows, numbers=columns[2:])
 
 
-def _figures(fit: Fit, tried: Any) -> tuple[str, str, str]:  # noqa: ANN401 - a reading that was tried
+def _figures(fit: Fit, tried: Any) -> tuple[str, str, str]:  # noqa: ANN401 - a ``Tried``: one reading and its trial
     expected = fit.of(tried)
     low, high = expected.interval
     return f"{expected.length:.2f}", f"{low:.2f} to {high:.2f}", " ".join(f"{rate:.2f}" for rate in expected.rates)

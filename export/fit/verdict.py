@@ -1,8 +1,8 @@
 """Decides what the trials of a head's readings show, guarded against chance.
 
 Of many readings, one looks better by chance. So a reading counts as better only if its chains are longer by more than
-the noise of so many comparisons, and on both halves of the text. Head and target count as no pair if no reading's first
-proposals are accepted more often than one fixed token would be.
+the noise of all comparisons made, and on both halves of the text. Head and target count as no pair if no reading's
+first proposals are accepted more often than one fixed token would be.
 """
 
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ CERTAIN = 1.96
 
 
 def z_for(comparisons: int) -> float:
-    """Return how many standard errors the best of so many comparisons exceeds by chance with the probability
-    ``FALSE_ALARM``."""
+    """Return the number of standard errors that the best of ``comparisons`` results exceeds by chance with the
+    probability ``FALSE_ALARM``."""
     return NormalDist().inv_cdf(1 - FALSE_ALARM / max(1, comparisons))
 
 
 def clearly_better(trial: Trial, other: Trial, comparisons: int) -> bool:
-    """Return True if the chains of ``trial`` are longer than those of ``other`` beyond the noise of so many
-    ``comparisons``. The noise is that of the lengths, or that of the tokens' likelihoods, which show a difference
-    sooner."""
+    """Return True if the chains of ``trial`` are longer than those of ``other`` beyond the noise of
+    ``comparisons`` comparisons. The noise is that of the lengths, or that of the tokens' likelihoods, which show a
+    difference sooner."""
     longer = trial.accepted - other.accepted
     if float(longer.mean()) <= LEAST_GAIN * (1 + float(other.accepted.mean())):
         return False
@@ -53,8 +53,8 @@ def chance(wanted: Tensor) -> float:
 
 
 def beyond_chance(trial: Trial, rate: float, comparisons: int) -> bool:
-    """Return True if the first proposals are accepted more often than ``rate``, beyond the noise of so many
-    ``comparisons``."""
+    """Return True if the first proposals are accepted more often than ``rate``, beyond the noise of
+    ``comparisons`` comparisons."""
     mean, error = mean_and_error(trial.first)
     least = (rate * (1 - rate) / len(trial.first)) ** 0.5
     return mean - z_for(comparisons) * max(error, least) > rate

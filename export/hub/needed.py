@@ -41,8 +41,8 @@ DRAFT = Role("--draft", (CONFIG, ADAPTER_CONFIG, TOKENIZER))
 
 @dataclass(frozen=True)
 class Needed:
-    """The files to read. ``kind`` is the format of the weights; "" if there are none. ``index`` is the file with the
-    index of their shards."""
+    """The files to read. ``kind`` is the format of the weights; "" if there are none. ``index`` is the file that lists
+    the shards of the weights."""
 
     files: tuple[str, ...]
     kind: str
@@ -55,7 +55,8 @@ def needed(
     """Choose among the files in ``listed``.
 
     Args:
-        read_index: returns the files that an index names. None guesses them by their names, to count their bytes.
+        read_index: returns the files that an index names. If it is None, files named like shards are
+            taken, which is enough to count their bytes.
 
     Raises:
         ValueError: the repository has no weights that are read; the message says what it has

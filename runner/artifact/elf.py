@@ -20,8 +20,8 @@ DAMAGED = (struct.error, LookupError, ValueError, OverflowError)
 class Symbol:
     """A dynamic symbol.
 
-    ``place``: its offset in the file in bytes, None if another library defines it. ``provider``: that library, if it is
-    recorded. ``address`` and ``size``: where it is loaded, in bytes.
+    ``place`` is the symbol's offset in the file in bytes, None if another library defines it. ``provider`` is that
+    library, if it is recorded. ``address`` and ``size``, in bytes, are the symbol's memory once the file is loaded.
     """
 
     name: str

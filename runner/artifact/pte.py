@@ -110,7 +110,8 @@ def _check_methods(count: int) -> None:
 
 
 def program_bytes(path: Path) -> bytes:
-    """Return the program at the head of a file as it is stored. It names each weight by a hash of its values."""
+    """Return the program at the head of a file as it is stored. The program names each weight by a hash of its
+    values."""
     return _head(path)[0]
 
 

@@ -77,7 +77,7 @@ def _outcomes(
 
 def _check_room(cluster: Mapping[str, float], free: Mapping[str, float], replicas: int, of: str) -> None:
     """Raise ValueError if a cluster has fewer CPUs (GPUs for CUDA) than replicas, and warn if fewer are free: Ray
-    itself would wait for them without a message.
+    itself would wait for free ones without a message.
     """
     if cluster.get(of, 0) < replicas:
         most = int(cluster.get(of, 0))

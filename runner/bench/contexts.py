@@ -1,7 +1,8 @@
 """Makes prompts of a given length whose end repeats their beginning.
 
 A prompt of the file comes first, then the others in turn until the context is nearly full, then the first half of the
-prompt again. The likely continuation is the second half of that prompt, which stands at the beginning of the context.
+prompt again. The likely continuation is the second half of the first prompt, which the context has after its first
+half.
 """
 
 from collections.abc import Iterator, Sequence

@@ -84,8 +84,9 @@ def probes(metadata: Metadata, has_decode: bool, position: int) -> list[Probe]:
     """Return every call that computes ``position`` over caches that hold all positions before it.
 
     The calls are in an order in which no call reads cache slots that an earlier call overwrote: calls that begin at the
-    position, then verify windows that begin earlier and earlier, last the longest chunk of prefill. Recurrent layers
-    have already committed the positions before, so with them only calls that begin at the position are returned.
+    position come first, then verify windows that begin earlier and earlier, and the longest chunk of prefill comes
+    last. Recurrent layers have already committed the positions before ``position``, so a target with such layers gets
+    only the calls that begin at it.
     """
     most, longest = metadata.window, min(metadata.max_prefill, position + 1)
     found = [Probe(DECODE, 1, 0)] if has_decode else []

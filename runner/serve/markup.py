@@ -128,7 +128,8 @@ class Splitter:
         return self._part(len(self._held))
 
     def _advance(self, parts: list[Part]) -> bool:
-        """Append the certain parts to ``parts``. Returns True if a mark was found, so that more parts may follow."""
+        """Append to ``parts`` the held text in which no mark can begin. Returns True if a mark was found, so that more
+        parts may follow."""
         if self._kind == TOOLS:
             return False
         marks = self._ahead()

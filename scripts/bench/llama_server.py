@@ -28,9 +28,10 @@ DRAFTED = re.compile(r"statistics +draft-eagle3: .*#acc rate/pos = \(([^)]+)\)")
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of a llama.cpp server: the type of the target's ``weights`` (WEIGHT_TYPES); with speculation also
-    the type of the ``draft``'s (DRAFT_TYPES), the most draft tokens per round (``chain_len``, 0 for no speculation),
-    and whether they are chosen within llama.cpp's graph (``backend_sampling``, its default)."""
+    """The settings of a llama.cpp server: the type of the target's ``weights`` (WEIGHT_TYPES) and the most draft
+    tokens per round (``chain_len``, 0 for no speculation). With speculation they also include the type of the draft
+    head's weights (``draft``, DRAFT_TYPES), and ``backend_sampling``: draft tokens are chosen within llama.cpp's graph,
+    as llama.cpp does by default."""
 
     weights: str
     chain_len: int = 0

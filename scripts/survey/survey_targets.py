@@ -74,7 +74,7 @@ def tiny(model_type: str, name: str) -> PreTrainedConfig:
     config = CONFIG_MAPPING[model_type](**deepcopy(GIVEN.get(model_type, {})))
     config.architectures = [name]
     text = text_config_of(config)
-    with suppress(Exception):  # the class keeps its sizes, and the plan reports why it has no twin
+    with suppress(Exception):  # the class keeps its sizes, and its plan reports why no twin is possible
         text = shrink(text)
     config = whole_config(text)
     config.architectures = [name]

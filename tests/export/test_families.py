@@ -55,7 +55,7 @@ def test_an_exported_familys_tokens_equal_greedy_decoding(name, family_exports):
         assert (SPECULATE in fused.stats.method_calls) == (name in WITH_SPECULATE)
 
 
-def test_a_dialogue_goes_on_behind_the_convolutions_of_its_prefix(family_exports):
+def test_a_dialogue_reuses_the_convolution_states_of_its_earlier_turns(family_exports):
     """Each turn keeps the last answer, or drops its last tokens; the rings of 34 positions wrap."""
     model, session = family_model("lfm2"), open_session(open_artifact(family_exports / "lfm2" / "out"))
     generator = torch.Generator().manual_seed(1)

@@ -147,8 +147,8 @@ def write(folder: Path, dialect: str, tensors: dict[str, Tensor] | None = None, 
 
 
 def random_eagle(hidden: int = HIDDEN) -> dict[str, Tensor]:
-    """Return the tensors of an EAGLE 1 as SafeAILab writes it: the target's embedding and lm_head, a bias of fc, no
-    norm before its layer."""
+    """Return the tensors of an EAGLE 1 head as SafeAILab writes them: the target's embedding and lm_head, a bias of
+    fc, and no norm before the head's layer."""
     generator = torch.Generator().manual_seed(8)
     tensors = {name: tensor for name, tensor in random_head(hidden=hidden).items() if name.startswith("layers.0.")}
     for name in ("input_layernorm", "hidden_norm"):

@@ -38,7 +38,7 @@ def usage(
     kernel, types: list[str], constants: dict, arch: int, folder: Path, warps: int, registers: int | None = None
 ) -> Usage:
     """Compile a kernel and return its usage. ``types`` are the types of the arguments that are not constants;
-    ``registers`` is the most registers that it may take. Fails if a barrier is missing."""
+    ``registers`` is the most registers that the kernel may take. The test fails if a barrier is missing."""
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)

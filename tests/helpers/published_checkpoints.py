@@ -15,12 +15,12 @@ GOLDEN = TESTS / "golden" / "quantized"
 
 
 SHARD = 5e9
-"""Bytes, as transformers cuts checkpoints."""
+"""The bytes of a shard, as in the checkpoints that transformers saves."""
 
 
 def save_sparse(path: Path, shapes: dict[str, tuple[tuple[int, ...], str, int]], values=None) -> None:
-    """A safetensors file of name to (shape, dtype, bytes an element) that takes no room: its values are a hole, but for
-    those given, name to bytes."""
+    """Write a sparse safetensors file. ``shapes`` maps names to (shape, dtype, bytes of an element). The data is a hole
+    that takes no disk space, except for the tensors in ``values``, which maps names to bytes."""
     header, end = {}, 0
     for name, (shape, dtype, size) in shapes.items():
         begin, end = end, end + size * int(torch.Size(shape).numel())
@@ -35,7 +35,8 @@ def save_sparse(path: Path, shapes: dict[str, tuple[tuple[int, ...], str, int]],
 
 
 def save_gemma4_31b(folder: Path) -> int:
-    """Gemma 4 31B as published, in bfloat16 and without its vision tower; returns its bytes."""
+    """Save Gemma 4 31B as published, in bfloat16 and without its vision tower. Returns the number of bytes of its
+    weights."""
     folder.mkdir()
     config = gemma4_config(60)
     config.save_pretrained(folder)
@@ -57,7 +58,7 @@ def save_gemma4_31b(folder: Path) -> int:
 
 
 def save_head(folder: Path, head: PublishedHead) -> int:
-    """Save a head in bfloat16, with the map of its vocabulary. Returns its bytes."""
+    """Save a head in bfloat16, with the map of its vocabulary. Returns the size of its file in bytes."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(head.fields))
     shapes = {name: (shape, "BF16", 2) for name, shape in head.shapes.items()}

@@ -1,8 +1,8 @@
-"""The description of a draft head, independent of how its checkpoint is written. The head's module is built from it
-alone.
+"""The description of a draft head, independent of the dialect of its checkpoint. The head's module is built from this
+description alone.
 
-``DraftDescription`` is what the plan, the lowering and the report need of a head of any kind. A kind's own description
-adds what its heads differ in (``kinds/``).
+``DraftDescription`` has the fields of a head of any kind that the plan, the lowering and the report need. A kind's own
+description adds the fields that only heads of this kind have (``kinds/``).
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class DraftDescription:
     tensor_names: dict[str, str]
     """Maps tensors of the checkpoint to parameters or buffers of the module; other tensors are not loaded."""
     headers: dict[str, TensorHeader]
-    """The headers of these tensors, by the module's names."""
+    """The headers of the tensors in ``tensor_names``, by the module's names."""
     target_vocab_size: int
     aux_layers: tuple[int, ...] | None = None
     """Taps as in the checkpoint, with the meaning of ``aux_convention``; None if the checkpoint has none."""
@@ -35,7 +35,8 @@ class DraftDescription:
     """"input" if id L is the input of the target's layer L (transformers' ``hidden_states[L]``), "output" if its
     output."""
     convention_known: bool = False
-    """All code that writes the dialect has this meaning; if not, the ids themselves may say another."""
+    """True if all code that writes the dialect gives ids this meaning; otherwise the ids themselves may show the other
+    one."""
     tap_order: tuple[int, ...] = ()
     """The order in which the head takes its taps, as places among the ascending ones; empty for ascending."""
     takes_final_state: bool = False
@@ -76,12 +77,12 @@ class DraftDescription:
 
     @property
     def taps_width(self) -> int:
-        """The width of what the head takes of the target: all taps, or the final state."""
+        """The width of the head's input from the target: all taps together, or the final state."""
         return self.hidden_size
 
     @property
     def key_size(self) -> int:
-        """The size of a head of the keys that its own attention keeps."""
+        """The size of one key of an attention head in the draft head's own layers."""
         config = self.layer
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -91,12 +92,12 @@ class DraftDescription:
 
     @property
     def has_cache(self) -> bool:
-        """False for a head that keeps no keys and values of its own."""
+        """True if the draft head keeps keys and values of its own."""
         return bool(self.windows)
 
     @property
     def has_embedding(self) -> bool:
-        """True if tokens are embedded by the head's own table, False if by the target's."""
+        """True if the draft head has an embedding of its own, False if it uses the target's."""
         return "embed_tokens.weight" in self.headers
 
     @property

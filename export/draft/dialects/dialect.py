@@ -39,7 +39,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for rope in given if isinstance(rope, dict) for key, value in rope.items()}
 
 
-def rotary_part(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of whatever type the JSON has
+def rotary_part(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - the value has any type of JSON
     """Return ``partial_rotary_factor``, at the top or within the RoPE; None where it is absent or 1."""
     part = rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return None if part == 1 else part
@@ -86,12 +86,12 @@ class Dialect:
     """Raises ValueError for a file that lacks what every file of the dialect has."""
     proposal: Callable[[dict[str, Any], Path], Proposal] = silent
     depth_is_targets: bool = False
-    """``num_hidden_layers`` of an EAGLE-3 head is its target's; the number of its layers follows from its tensors."""
+    """``num_hidden_layers`` of an EAGLE-3 head is its target's; the head's own depth follows from its tensors."""
     depth_of_eagle: str | None = None
     """The key of the depth of an EAGLE head; None if its files hold none that can be relied on."""
     builds_midlayer: bool = False
-    """The trainer's code builds one layer of an EAGLE-3 head, ``midlayer``, whatever ``num_hidden_layers`` is: often
-    its target's."""
+    """The trainer's code builds one layer of an EAGLE-3 head, ``midlayer``, whatever ``num_hidden_layers`` is; often
+    it is the target's depth."""
     trainer: str = ""
     """Name of the system whose code trained the heads, "" if there are many."""
     heeds: Callable[[str], Collection[str] | None] = lambda _kind: None

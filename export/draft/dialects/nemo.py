@@ -1,11 +1,12 @@
 """NVIDIA NeMo: ``LlamaEagle3DraftModel``, most tensors under ``model.``, and ``LlamaEagleDraftModel``, an EAGLE 1.
 
-An EAGLE-3 head has its target's configuration, including the depth, and one layer. A P-EAGLE has ``parallel_drafting``
-and a depth of its own. Training taps the outputs of layers (1, n // 2 - 1, n - 4 by default) and writes no ids. Ids in
-a file are read in the same sense. The layer types in such a file are the target's too: the head attends to everything.
+The configuration of an EAGLE-3 head is its target's, including the target's depth, although the head has one layer.
+That of a P-EAGLE has ``parallel_drafting`` and the head's own depth. Training taps the outputs of layers, by default
+1, n // 2 - 1 and n - 4, and writes no ids. Ids in a file are read as outputs of layers too. The layer types in the
+configuration are the target's as well: the head attends to everything.
 
-Its EAGLE 1 differs from SafeAILab's: every layer has an ``input_layernorm``, and logits and the next feature both come
-from the state after the last ``norm``. Its depth is ``draft_num_hidden_layers``.
+NeMo's EAGLE 1 differs from SafeAILab's: every layer has an ``input_layernorm``, and logits and the next feature both
+come from the state after the last ``norm``. The depth of NeMo's EAGLE 1 is ``draft_num_hidden_layers``.
 
 Source: NVIDIA-NeMo/Automodel, ``components/speculative/eagle`` (``target.py``, ``draft_llama.py``,
 ``draft_llama_v12.py``, ``core_v12.py``, ``draft_gpt_oss.py``, ``peagle_draft.py``), ``recipes/llm/train_eagle3.py`` and

@@ -106,7 +106,8 @@ def _workspace(plan: Plan, skeleton: Skeleton, draft: nn.Module) -> int:
 
 
 def _made_for(plan: Plan) -> AbstractContextManager[None]:
-    """Divide matmuls as the export of the plan does. A plan without a GPU divides them as for an H100."""
+    """Return a context in which matmuls are divided along K for this machine's GPU; without one, for the GPU that
+    ``plan`` names, or for an H100 if it names none."""
     if local_arch() is not None:
         return sums.made_for_here()
     return sums.made_for_named(plan.config.cuda_arch) if plan.config.cuda_arch else nullcontext()

@@ -52,8 +52,8 @@ def _a_core_each() -> ThreadPoolExecutor:
     """Return threads that compute on one core each: steps this small are not worth the wait for other threads, above
     all on a busy machine, where they took ten times the CPU time.
 
-    All weights use the same threads, since glibc keeps the memory that a thread freed in an arena of that thread. With
-    new threads for each weight it held 7 GiB after a model of 4B parameters.
+    All weights use the same threads, since glibc keeps the memory that a thread freed in an arena of that thread. When
+    each weight had new threads, glibc held 7 GiB after a model of 4B parameters.
     """
     return ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,))
 

@@ -184,8 +184,8 @@ def _method(recorded: Mapping[str, Any], found: list[dict[str, Any]], gpus: list
 
 
 def _bound(limit: float, least: float, launching: float) -> dict[str, float]:
-    """Return the times and their ratios. ``limit``: each weight and each cache is read once. ``bound``: the kernels run
-    one after the other in a CUDA graph, without gaps."""
+    """Return the times and their ratios. ``limit`` is the time to read each weight and each cache once. ``bound`` is
+    the time of the kernels one after the other in a CUDA graph, without gaps."""
     both = least + launching
     return {
         "limit": limit,

@@ -92,7 +92,7 @@ class Places:
         return bool(near[np.ix_(self._executing(one) & ~self._idle(one), self._executing(other))].any())
 
     def _store_the_same(self, one: Instruction, other: Instruction) -> bool:
-        """Return True if all threads store the same known values through both."""
+        """Return True if both instructions store the same known values in all threads."""
         if one.parts != other.parts:
             return False
         stored = (NAMED.findall(each.operands[1]) for each in (one, other))

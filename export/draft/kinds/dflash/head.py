@@ -126,8 +126,8 @@ class Head(CachedHead):
         return self._proposed(x, given)
 
     def _proposed(self, x: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of the rows that propose, of a block's states x [1, B, H], and these states.
-        ``given``: int64 [1, 1 or 2], the anchor, and the token before it where the module behind takes it."""
+        """Return the logits and the normed states of those rows of a block's states x [1, B, H] that propose tokens.
+        ``given`` is int64 [1, 1 or 2]: the anchor, after the token before it if ``behind`` takes that token too."""
         proposing, behind = slice(self.first_row, self.first_row + self.proposals), self.behind
         if behind is not None and behind.sees_block:
             block = self.norm(x)

@@ -176,7 +176,8 @@ def _describe(
 
 
 def _own_tensors(folder: Path, headers: Headers) -> tuple[dict[str, str], dict[str, TensorHeader]]:
-    """Return a map from the checkpoint's names to ``DraftHead``'s, and the headers by the latter."""
+    """Return a map from the checkpoint's names to ``DraftHead``'s, and a map from ``DraftHead``'s names to the
+    headers."""
     names = {name: known for name in headers if (known := own_name(name)) is not None}
     own = {each: headers[name] for name, each in names.items()}
     check_named_once(folder, names)
@@ -190,8 +191,9 @@ def _own_tensors(folder: Path, headers: Headers) -> tuple[dict[str, str], dict[s
 def _check_depth(
     file: Path, config: Mapping[str, Any], kind: str, dialect: Dialect, said: int, names: Mapping[str, str]
 ) -> None:
-    """Check that there are tensors of as many layers as ``config.json`` says, where that is the head's own depth.
-    ``said`` is its ``num_hidden_layers``. ``names`` maps the checkpoint's names to ``DraftHead``'s."""
+    """Raise ValueError if ``config.json`` gives the head's own depth, not its target's, and another number of layers
+    has tensors. ``said`` is ``num_hidden_layers`` of ``config.json``. ``names`` maps the checkpoint's names to
+    ``DraftHead``'s."""
     layers, key = layer_count(names.values()), "num_hidden_layers"
     if kind == EAGLE and dialect.depth_of_eagle:
         key = dialect.depth_of_eagle

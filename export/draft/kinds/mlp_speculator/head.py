@@ -57,8 +57,9 @@ class Head(head.Head):
         last: bool = False,  # noqa: ARG002 - one row is the last one
         accepted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The second result has no meaning: a chain ends with this call. It is no view of ``feature``, because
-        ExecuTorch's runtime gives an output that is an input new memory, before the method has read it."""
+        """Return the logits and a second result without meaning, since a chain ends with this call. The second result
+        is computed, not ``feature`` or a view of it: if a method returns its input, ExecuTorch's runtime gives that
+        input new memory before the method has read it."""
         if accepted is not None:
             tokens = tokens.gather(1, accepted[None])
             feature = feature.gather(1, accepted[None, :, None].expand(-1, -1, feature.shape[-1]))

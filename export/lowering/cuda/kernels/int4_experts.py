@@ -1,12 +1,13 @@
 """The experts of a few rows over INT4 weights in Triton; the weights of each chosen expert are read once for 16 rows.
 
-ExecuTorch's ``fused_moe`` reads them once for each row, each byte twice, with 10 to 12 instructions per weight. Here a
-program takes 128 outputs of one expert (``choices.py``) with the instructions of ``int4.py``.
+ExecuTorch's ``fused_moe`` reads the weights once for each row, loads each byte twice, and takes 10 to 12 instructions
+per weight. A program of this kernel takes 128 outputs of one expert (``choices.py``) with the instructions of
+``int4.py``.
 
-Weights are symmetric: w = (q - 8) * s, with a scale for 32 of K. Their codes are those of ``fused_moe``, which reads
-them for many rows (``sorted_experts.py``). A program computes the same 64 outputs of gate and of up, so that it can
-apply the activation itself. K is not divided: for Gemma 4 26B-A4B, the 8 experts of a row have 88 programs in one
-launch and 176 in the other, and four rows have four times as many.
+Weights are symmetric: w = (q - 8) * s, with a scale for each 32 weights along K. Their codes are those of
+``fused_moe``, which reads them for many rows (``sorted_experts.py``). A program computes the same 64 outputs of gate
+and of up, so that it can apply the activation itself. K is not divided: for Gemma 4 26B-A4B, the 8 experts of a row
+have 88 programs in one launch and 176 in the other, and four rows have four times as many.
 """
 
 from typing import Any

@@ -124,8 +124,8 @@ def check(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, bias: Tensor) -
 def int8_experts_small_m(x: Tensor, qdata: Tensor, scale: Tensor, zero: Tensor, bias: Tensor, chosen: Tensor) -> Tensor:
     """Return for each choice its expert's product ``x @ w.T + bias`` with ``w = (q - zero) * scale``.
 
-    On CUDA this is one launch of the kernel of this module, on the host ``experts_reference``. A row's bits do not
-    depend on the other rows or their number.
+    On CUDA the operator is one launch of this module's kernel; on the host it is ``experts_reference``. A row's bits do
+    not depend on the other rows or their number.
 
     Args:
         x: bfloat16 [M, K], or [M * k, K], a row for each choice; K a multiple of 32; M of 1 to 16 may be dynamic

@@ -41,7 +41,8 @@ SILU, GELU_TANH = "silu", "gelu_tanh"
 
 
 def counters(device: torch.device | str = "cpu") -> Tensor:
-    """Return int32 [COUNTERS] zeros. A call leaves them zero. Calls that share them must be on one stream."""
+    """Return counters, int32 [COUNTERS], that are zero before and after each call. Calls that share counters must be on
+    one stream."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -143,13 +144,13 @@ def launch(
     activation: str = "",
     programs: int = 1,
 ) -> Tensor:
-    """Return bfloat16 [M, N], or [M, N / 2] with an ``activation``. ``run(grid, rows of a tile, out, parts)`` writes it
-    and is called once for each size of row tiles that is needed.
+    """Return bfloat16 [M, N], or [M, N / 2] with an ``activation``. ``run(grid, rows of a tile, out, parts)`` writes
+    the result and is called once for each size of row tiles that is needed.
 
-    The grid is tiles of rows, and the programs of ``tiles`` of ``tile`` outputs. ``parts`` is float32 [parts of a tile,
-    M, N], or ``arrived`` if K is not divided. ``programs`` is the number of programs of a tile of outputs for the most
-    rows. Raises ValueError for another dtype of ``x``, for more tiles than there are counters, and for a gate and an up
-    whose outputs are not whole tiles.
+    The grid has the tiles of rows, and the programs of ``tiles`` tiles of ``tile`` outputs each. ``parts`` is memory
+    for partial sums, float32 [parts of a tile, M, N], or ``arrived`` if there are no partial sums. ``programs`` is the
+    number of programs of a tile of outputs for the most rows. Raises ValueError for another dtype of ``x``, for more
+    tiles than there are counters, and for a gate and an up whose outputs are not whole tiles.
     """
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")

@@ -28,7 +28,7 @@ def lines(name, arch=ARCH, kernel=None):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100"])
 def test_an_unsplit_part_of_attention_needs_a_barrier_of_its_own(arch, tmp_path):
-    """More than 16 rows are not split, so there is no counter, whose barrier had served here before."""
+    """A call of more than 16 rows is not split, so it has no counter, and no counter's barrier orders its threads."""
     barrier = "        else:\n            tl.debug_barrier()  # what one thread stored, another loads\n"
     without = edited(attention._attention_kernel, barrier, "", tmp_path)
     assert lines("attention", arch) == []

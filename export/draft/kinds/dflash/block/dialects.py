@@ -1,19 +1,20 @@
-"""The dialects of the block family: what differs between the files of the systems that write them.
+"""The dialects of the block family: the differences between the files of the systems that write such heads.
 
-Two of them differ in the keys, in what a layer id means (the input or the output of that layer), and in sliding layers:
-in speculators all rows of a block see ``sliding_window`` positions before the block, in z-lab's code a row sees
-``sliding_window`` positions up to itself. They also differ for a target that scales its embedding, such as Gemma:
-speculators trains with the rows as they are. z-lab trained DFlash with what the target's module returns, scaled; from
-DFlash2 on its code takes the rows as they are, times ``input_embedding_scale`` where a configuration has it. Other
-trainers save as z-lab does, with keys of their own: SpecForge, AngelSlim, ModelOpt, and JetSpec.
+The dialects of speculators and of z-lab differ in the keys, in the meaning of a layer id (the input or the output of
+that layer), and in sliding layers: in speculators all rows of a block see ``sliding_window`` positions before the
+block, in z-lab's code a row sees ``sliding_window`` positions up to itself. The two also differ for a target that
+scales its embedding, such as Gemma. speculators trains with the unscaled rows of the embedding. z-lab trained DFlash
+with the scaled rows that the target's module returns; since DFlash2 its code takes the unscaled rows, times
+``input_embedding_scale`` if the configuration has that key. Other trainers save heads as z-lab does, with keys of their
+own: SpecForge, AngelSlim, ModelOpt, and JetSpec.
 
 DeepSpec's heads have z-lab's ids, full attention, an embedding and an lm_head; the anchor's row proposes. A
-``markov_rank`` of 0 makes a DFlash of its DSpark. Those for Gemma 4 have its layers of full attention, scale their
-embedding as it does and cap their logits before the bias.
+``markov_rank`` of 0 turns DeepSpec's DSpark into a DFlash. DeepSpec's heads for Gemma 4 have that target's
+full-attention layers, scale their embedding as the target does and cap their logits before the bias.
 
 Muse Glimmer's assistant has ids of outputs, other names for ``fc`` and ``hidden_norm``, and no vocabulary. It takes the
-rows of the target's embedding without the norm that the target has behind them, and a row sees ``sliding_window``
-positions before itself, and all rows of its block.
+rows of the target's embedding without the norm that follows in the target, and a row sees ``sliding_window`` positions
+before itself, and all rows of its block.
 """
 
 from collections.abc import Callable, Mapping
