@@ -29,7 +29,8 @@ from eagle3.targets.complex_rotary import RealRotary
 from eagle3.targets.conversion import Conversion
 from eagle3.targets.experts import Experts
 from eagle3.targets.gated_delta import GatedDeltaState, is_gated_delta, use_gated_delta
-from eagle3.targets.recurrent import RecurrentPositions, RecurrentRows
+from eagle3.targets.past import Past
+from eagle3.targets.recurrent import RecurrentPositions
 from eagle3.targets.short_conv import ShortConvState, is_short_conv, mixer_with_state
 from eagle3.targets.softcap import softcapped
 from eagle3.targets.spec import RECURRENT, Convert, Skeleton, Weights, Window, has_field, layer_windows
@@ -136,7 +137,7 @@ class DecoderLayersTarget(nn.Module):
         try:
             self.rows.by_window = self._rows(input_pos)
             recurrent = None if self.recurrent is None else self.recurrent.rows(input_pos)
-            positions = {"position_ids": input_pos[None], self.past_name: _Past(input_pos, self.layers, recurrent)}
+            positions = {"position_ids": input_pos[None], self.past_name: Past(input_pos, self.layers, recurrent)}
             with RealRotary(), use_gated_delta(self.mixers):
                 out = self.causal_lm.model(tokens, use_cache=False, **positions)
         finally:
@@ -187,50 +188,6 @@ def past_name(model: nn.Module) -> str:
 def attends_to_text(layer: nn.Module) -> bool:
     """Return False for Mllama's layers that attend only to an image; they are skipped for text."""
     return hasattr(layer, "self_attn") or not hasattr(layer, "cross_attn")
-
-
-class _Past:
-    """Stands in for transformers' cache, which Llama 4's layers ask for positions and recurrent layers ask for their
-    state. ``kv_attention`` holds the keys and values, ``kept_state`` a state."""
-
-    layers = ()
-    """Mllama asks which layers hold states of an image; none do."""
-
-    def __init__(self, input_pos: Tensor, decoder: nn.ModuleList, rows: RecurrentRows | None):
-        self._input_pos, self._decoder, self._rows = input_pos, decoder, rows
-
-    def get_seq_length(self, *_args: object, **_kwargs: object) -> Tensor:
-        return self._input_pos[0]
-
-    def update(self, key: Tensor, value: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
-        return key, value
-
-    def is_recording_past(self, _layer: int) -> bool:
-        """Return True, so that even a single row gets the convolution's earlier rows from ``update_conv_state``."""
-        return True
-
-    def get_conv_state(self, *_args: object, **_kwargs: object) -> None:
-        """Return None, since ``update_conv_state`` gives the earlier rows."""
-
-    def update_conv_state(self, mixed: Tensor, layer: int, **_given: object) -> Tensor:
-        """Return the earlier rows of a convolution's inputs followed by those of this forward, [1, channels, T]."""
-        state = self._state(layer)
-        rows = self._input_pos if isinstance(state, ShortConvState) else self._rows_of_states()
-        return state.with_earlier(mixed, rows)
-
-    def get_recurrent_state(self, layer: int, **_given: object) -> tuple[GatedDeltaState, RecurrentRows]:
-        """Return the arguments for the function that stands in for transformers' rule."""
-        return self._state(layer), self._rows_of_states()
-
-    def update_recurrent_state(self, *_given: object, **_kwargs: object) -> None:
-        """Do nothing, since the state already holds the rows."""
-
-    def _state(self, layer: int) -> Any:  # noqa: ANN401 - of either kind
-        return mixer_with_state(self._decoder[layer]).kept_state  # type: ignore[union-attr]
-
-    def _rows_of_states(self) -> RecurrentRows:
-        assert self._rows is not None  # a target with recurrent layers makes them
-        return self._rows
 
 
 class _Tail:
