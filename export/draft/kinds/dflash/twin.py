@@ -19,6 +19,7 @@ from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.draft.common.gemma4_fields import with_sizes_of
 from eagle3.export.draft.common.loading import load_head
+from eagle3.export.draft.common.shapes import Shapes, layer_shapes
 from eagle3.export.draft.common.tensor_names import SELECTOR
 from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.block.dialects import LAYER
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 VOCABULARY, SPOKEN = 96, 48
 CHUNK, BACK = 7, 3  # rows
+NORMS = ("input_layernorm", "post_attention_layernorm")
 SCALE = 1.5
 """The factor by which the target multiplies the rows of its embedding."""
 
@@ -145,28 +147,16 @@ def _layer_of(own: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _shapes(draft: DFlashDescription, layer: "LlamaConfig", taps: int, width: int) -> dict[str, tuple[int, ...]]:
+def _shapes(draft: DFlashDescription, layer: "LlamaConfig", taps: int, width: int) -> Shapes:
     """The shape of each tensor that a head may have, biases included, by the checkpoint's names."""
-    size, inner, head_dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
-    queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
+    size = layer.hidden_size
     spoken = SPOKEN if draft.maps_vocabulary else VOCABULARY
-    linears = {"fc": (size, taps * width), "lm_head": (spoken, size), "embed_tokens": (VOCABULARY, size)}
-    norms = {name: (size,) for name in ("norm", "hidden_norm")}
+    linears: Shapes = {"fc": (size, taps * width), "lm_head": (spoken, size), "embed_tokens": (VOCABULARY, size)}
+    norms: Shapes = {name: (size,) for name in ("norm", "hidden_norm")}
     for index in range(layer.num_hidden_layers):
-        at = f"layers.{index}"
-        linears |= {
-            f"{at}.self_attn.q_proj": (queries, size),
-            f"{at}.self_attn.k_proj": (keys, size),
-            f"{at}.self_attn.v_proj": (keys, size),
-            f"{at}.self_attn.o_proj": (size, queries),
-            f"{at}.mlp.gate_proj": (inner, size),
-            f"{at}.mlp.up_proj": (inner, size),
-            f"{at}.mlp.down_proj": (size, inner),
-        }
-        norms |= {f"{at}.{name}": (size,) for name in ("input_layernorm", "post_attention_layernorm")}
-        norms |= {f"{at}.{name}_feedforward_layernorm": (size,) for name in ("pre", "post")}  # Gemma 4's
-        norms |= {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
+        of_layer = layer_shapes(layer, f"layers.{index}", size, NORMS)
+        linears, norms = linears | of_layer[0], norms | of_layer[1]
+    shapes: Shapes = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
     shapes |= {f"layers.{index}.layer_scalar": (1,) for index in range(layer.num_hidden_layers)}
     shapes |= draft.variant.shapes(Sizes(size, VOCABULARY, spoken, layer.num_hidden_layers, draft.block_rows))
     return shapes | {f"{name}.bias": shape[:1] for name, shape in linears.items()}

@@ -17,6 +17,7 @@ from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.draft.common.gemma4_fields import with_sizes_of
 from eagle3.export.draft.common.loading import load_head
 from eagle3.export.draft.common.playing import CHAIN, CHUNK, play, stand_in
+from eagle3.export.draft.common.shapes import Shapes, layer_shapes
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.dialects.dialect import EAGLE, P_EAGLE
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 VOCABULARY, DRAFT_VOCABULARY = 96, 48
+NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 
 def compare(draft: EagleDescription, taps: int, overridden: bool | None = None, seed: int = 0) -> Comparison:
@@ -129,32 +131,21 @@ def _random_tensors(
     return tensors
 
 
-def _shapes(draft: EagleDescription, layer: "LlamaConfig", taps: int, width: int) -> dict[str, tuple[int, ...]]:
+def _shapes(draft: EagleDescription, layer: "LlamaConfig", taps: int, width: int) -> Shapes:
     """Return the shape of each tensor that a head may have, biases included, by ``DraftHead``'s names."""
-    size, inner, head_dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
-    queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
-    linears = {
+    size = layer.hidden_size
+    linears: Shapes = {
         "fc": (size, size + width if draft.kind == EAGLE else taps * width),
         "lm_head": (_spoken(draft), size),
         "embed_tokens": (VOCABULARY, size),
     }
-    norms = {name: (size,) for name in ("norm", "embed_norm")} | {"input_norm": (taps * width,)}
+    norms: Shapes = {"norm": (size,), "embed_norm": (size,), "input_norm": (taps * width,)}
     norms |= {f"fc_norm.{index}": (width,) for index in range(taps)}
     for index in range(draft.layers):
-        at, inputs = f"layers.{index}", size if index or draft.kind == EAGLE else 2 * size
-        linears |= {
-            f"{at}.self_attn.q_proj": (queries, inputs),
-            f"{at}.self_attn.k_proj": (keys, inputs),
-            f"{at}.self_attn.v_proj": (keys, inputs),
-            f"{at}.self_attn.o_proj": (size, queries),
-            f"{at}.mlp.gate_proj": (inner, size),
-            f"{at}.mlp.up_proj": (inner, size),
-            f"{at}.mlp.down_proj": (size, inner),
-        }
-        norms |= {f"{at}.{name}": (size,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
-        norms |= {f"{at}.{name}_feedforward_layernorm": (size,) for name in ("pre", "post")}  # Gemma 4's
-        norms |= {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}
-    shapes = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
+        inputs = size if index or draft.kind == EAGLE else 2 * size
+        of_layer = layer_shapes(layer, f"layers.{index}", inputs, NORMS)
+        linears, norms = linears | of_layer[0], norms | of_layer[1]
+    shapes: Shapes = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
     shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
     shapes |= {f"layers.{index}.layer_scalar": (1,) for index in range(draft.layers)}
     return shapes | ({"mask_hidden": (1, 1, (taps or 1) * width)} if draft.kind == P_EAGLE else {})

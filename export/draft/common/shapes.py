@@ -1,0 +1,33 @@
+"""The shapes of a Llama layer's tensors, from which a twin's random weights are made."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def layer_shapes(layer: "LlamaConfig", at: str, inputs: int, norms: Iterable[str]) -> tuple[Shapes, Shapes]:
+    """Return the shapes of the linears and of the norms that a decoder layer may have, without ``.weight``.
+
+    Args:
+        at: the layer's name
+        inputs: the width of what its queries, keys and values are made of
+        norms: the names of its norms of the hidden size, without Gemma 4's
+    """
+    size, inner, head_dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
+    queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
+    linears: Shapes = {
+        f"{at}.self_attn.q_proj": (queries, inputs),
+        f"{at}.self_attn.k_proj": (keys, inputs),
+        f"{at}.self_attn.v_proj": (keys, inputs),
+        f"{at}.self_attn.o_proj": (size, queries),
+        f"{at}.mlp.gate_proj": (inner, size),
+        f"{at}.mlp.up_proj": (inner, size),
+        f"{at}.mlp.down_proj": (size, inner),
+    }
+    every = (*norms, "pre_feedforward_layernorm", "post_feedforward_layernorm")  # the last two are Gemma 4's
+    widths: Shapes = {f"{at}.{name}": (size,) for name in every}
+    return linears, widths | {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}
