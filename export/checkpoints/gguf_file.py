@@ -16,7 +16,9 @@ from torch import Tensor
 
 from eagle3.export.checkpoints.gguf_names import ARCHITECTURES, UNREAD, Architecture
 from eagle3.export.checkpoints.gguf_reader import open_gguf, text_count
+from eagle3.export.checkpoints.gguf_states import by_rows, input_order, restored, without_dimension
 from eagle3.export.checkpoints.source import Source, TensorHeader
+from eagle3.targets.input_order import INPUT_ORDER
 
 if TYPE_CHECKING:
     from executorch.extension.llm.export.gguf import ExportableGGUFTensor
@@ -66,7 +68,11 @@ class GGUFFile(Source):
                     "name a file of another quantization, such as Q4_K_M"
                 )
             shape = tuple(reversed(tensor.shape.tolist()))
+            shape = (shape[0], 1, *shape[1:]) if without_dimension(name) else shape
             headers[name] = TensorHeader(shape, kind, tensor.n_bytes, quantized=kind in BLOCKS)
+            order = input_order(name, self._number)
+            if order is not None:
+                headers[order[0]] = TensorHeader(order[1].shape, INPUT_ORDER, order[1].nbytes)
         return headers
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -74,8 +80,12 @@ class GGUFFile(Source):
 
     def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._named():
-            if wanted(name):
-                yield name, self._as_trained(tensor.name, _value(tensor))
+            if not wanted(name):
+                continue
+            order = input_order(name, self._number)
+            if order is not None:
+                yield order
+            yield name, restored(name, self._as_trained(tensor.name, _value(tensor)), self._number)
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -127,19 +137,38 @@ class GGUFFile(Source):
             )
         return readers
 
-    def _named(self) -> Iterator[tuple[str, "ReaderTensor"]]:
-        layers = self.field("{arch}.block_count") if self.architecture else None
-        if not isinstance(layers, int):
+    @cached_property
+    def layers(self) -> int:
+        """The number of decoder layers. llama.cpp counts MTP layers, which come last, in ``block_count`` as well."""
+        return self._blocks - (self.field("{arch}.nextn_predict_layers") or 0)
+
+    @cached_property
+    def _blocks(self) -> int:
+        blocks = self.field("{arch}.block_count") if self.architecture else None
+        if not isinstance(blocks, int):
             raise ValueError(f"{self.path}: its metadata has no block_count, so it describes no model: copy it again")
-        architecture = self.field("general.architecture")
+        return blocks
+
+    def _named(self) -> Iterator[tuple[str, "ReaderTensor"]]:
+        """Yield each tensor with its name in the model."""
+        architecture, layers = self.field("general.architecture"), self.layers
         names = self.architecture.names(architecture, layers)
+        if layers < self._blocks and self.architecture.mtp_names is not None:
+            names |= self.architecture.mtp_names(architecture, layers, self._blocks)
         for tensor in (tensor for reader in self._readers for tensor in reader.tensors):
             if tensor.name not in UNREAD:
                 yield names.get(tensor.name, tensor.name), tensor
 
+    def _number(self, key: str) -> int:
+        """Return a number of the metadata under the architecture's name. Raises ValueError if there is none."""
+        found = self.field(f"{{arch}}.{key}")
+        if not isinstance(found, int) or found < 1:
+            raise ValueError(f"{self.path}: its metadata has {found} for {key}, but must have a number: copy it again")
+        return found
+
     def _as_trained(self, name: str, value: Tensor) -> Tensor:
         """Return a tensor as it was before llama.cpp's converter changed it; ``name`` is the file's."""
-        if self.architecture.norm_shift and name.endswith("norm.weight"):
+        if self.architecture.norm_shift and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
             return value.float() - self.architecture.norm_shift
         if self.architecture.rotary_rows and re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name):
             heads = self._heads("attention.head_count")
@@ -197,10 +226,5 @@ def _value(tensor: "ReaderTensor") -> Tensor:
 
 def _halves_apart(value: Tensor, heads: int) -> Tensor:
     """Move rows of q or k from llama.cpp's order, in which the two rows of a rotated pair are neighbours, to
-    transformers' order, in which they are half a head apart. Quantization blocks run along a row, so they stay
-    whole."""
-    from executorch.extension.llm.export.gguf import ExportableGGUFTensor
-
-    if isinstance(value, ExportableGGUFTensor):
-        return ExportableGGUFTensor(_halves_apart(value.raw, heads), value.ggml_type, value.orig_dtype)
-    return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    transformers' order, in which they are half a head apart."""
+    return by_rows(value, lambda rows: rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2))

@@ -4,13 +4,17 @@ computes, as its converter writes them (``conversion/`` there, per architecture)
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eagle3.targets.spec import layer_windows
+from eagle3.targets.spec import CONVOLUTION, RECURRENT, layer_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+FULL = "full_attention"
 HARMLESS = ("tensor_data_layout", "rope.scaling.finetuned")
 """Keys that do not change what is computed."""
+_MTP_LAYERS = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+_QWEN35_SECTIONS = 11, 11, 10
+"""The rope sections of Qwen3.5 where its configuration has none, as llama.cpp's converter writes them."""
 
 
 class Implied(NamedTuple):
@@ -34,22 +38,30 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
     heads, one = config.num_attention_heads, full or sliding
     width = getattr(one, "head_dim", None) or config.hidden_size // heads
     narrow = sliding and (getattr(sliding, "head_dim", None) or width)
+    mtp = next((count for name in _MTP_LAYERS if (count := getattr(config, name, None)) is not None), 0)
+    yield Implied("nextn_predict_layers", "num_nextn_predict_layers", mtp)
     yield Implied("block_count", "num_hidden_layers", config.num_hidden_layers)
     yield Implied("embedding_length", "hidden_size", config.hidden_size)
     yield Implied("feed_forward_length", "intermediate_size", _widths(config))
     yield Implied("context_length", "max_position_embeddings", config.max_position_embeddings)
     yield Implied("vocab_size", "vocab_size", config.vocab_size)
     yield Implied("attention.head_count", "num_attention_heads", heads)
-    kv_heads = [getattr(layer, "num_key_value_heads", None) or heads for layer in layers]
+    kinds = getattr(config, "layer_types", None) or [""] * len(layers)
+    kv_heads = [
+        0 if kind == CONVOLUTION else getattr(layer, "num_key_value_heads", None) or heads
+        for kind, layer in zip(kinds, layers, strict=True)
+    ]
     yield Implied("attention.head_count_kv", "num_key_value_heads", kv_heads)
     for part in ("key", "value"):
         yield Implied(f"attention.{part}_length", "head_dim", width)
         yield Implied(f"attention.{part}_length_swa", "head_dim", narrow)
-    yield Implied("attention.layer_norm_rms_epsilon", "rms_norm_eps", config.rms_norm_eps)
+    epsilon = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
+    yield Implied("attention.layer_norm_rms_epsilon", epsilon, getattr(config, epsilon))
     yield Implied("attention.sliding_window", "sliding_window", max(windows))
     yield Implied("attention.sliding_window_pattern", "layer_types", [bool(window) for window in windows])
     yield Implied("attention.scale", _scale_field(config), _scale(config, width))
     yield from _switches(config)
+    yield from _states(config, kinds)
     yield from _ropes(config, width, narrow)
 
 
@@ -57,15 +69,41 @@ def _widths(config: "PreTrainedConfig") -> int | list[int]:
     """Return the width of the MLPs, or a list of each layer's width if they differ: Gemma 4 E2B's layers that share
     keys have twice the width."""
     width = config.intermediate_size
+    if getattr(config, "block_auto_adjust_ff_dim", False):  # as LFM2's class adjusts it
+        width = int((getattr(config, "block_ffn_dim_multiplier", None) or 1) * int(2 * width / 3))
+        return -(-width // config.block_multiple_of) * config.block_multiple_of
     if not getattr(config, "use_double_wide_mlp", False):
         return width
     return [width * (2 if mode == "reuse" else 1) for mode in config.kv_sharing_modes]
 
 
+def _states(config: "PreTrainedConfig", kinds: list[str]) -> Iterator[Implied]:
+    """Yield the keys for layers with a state: the gated delta rule and short convolutions."""
+    if CONVOLUTION in kinds:
+        yield Implied("shortconv.l_cache", "conv_L_cache", config.conv_L_cache)
+    if RECURRENT not in kinds or not hasattr(config, "linear_num_key_heads"):
+        return
+    values = config.linear_num_value_heads
+    yield Implied("ssm.conv_kernel", "linear_conv_kernel_dim", config.linear_conv_kernel_dim)
+    yield Implied("ssm.state_size", "linear_key_head_dim", config.linear_key_head_dim)
+    yield Implied("ssm.group_count", "linear_num_key_heads", config.linear_num_key_heads)
+    yield Implied("ssm.time_step_rank", "linear_num_value_heads", values)
+    yield Implied("ssm.inner_size", "linear_value_head_dim", config.linear_value_head_dim * values)
+    yield Implied("attention.recurrent_layers", "layer_types", [kind == RECURRENT for kind in kinds])
+    yield Implied("full_attention_interval", "full_attention_interval", _interval(kinds))
+
+
+def _interval(kinds: list[str]) -> int | None:
+    """Return the number n if every n-th layer, and no other, has full attention; None for another pattern."""
+    first = kinds.index(FULL) + 1 if FULL in kinds else 0
+    regular = first and all((kind == FULL) == (layer % first == 0) for layer, kind in enumerate(kinds, 1))
+    return first if regular else None
+
+
 def ropes_of(config: "PreTrainedConfig") -> dict[str, dict[str, Any]]:
     """Return the rope parameters of each kind of layer; both kinds may have the same ones."""
     given = config.rope_parameters
-    return {kind: given.get(kind, given) for kind in ("full_attention", "sliding_attention")}
+    return {kind: given.get(kind, given) for kind in (FULL, "sliding_attention")}
 
 
 def _scale_field(config: "PreTrainedConfig") -> str:
@@ -98,17 +136,17 @@ def _switches(config: "PreTrainedConfig") -> Iterator[Implied]:
     yield Implied("expert_count", "num_experts", experts, 0)
     yield Implied("expert_used_count", "num_experts_per_tok", experts and said("num_experts_per_tok", "top_k_experts"))
     yield Implied("expert_feed_forward_length", "moe_intermediate_size", experts and said("moe_intermediate_size"))
-    yield Implied("nextn_predict_layers", "num_nextn_predict_layers", said("num_nextn_predict_layers"))
     yield Implied("attention.causal", "is_causal", True)
 
 
 def _ropes(config: "PreTrainedConfig", width: int, narrow: int | None) -> Iterator[Implied]:
     ropes, field = ropes_of(config), "rope_parameters"
-    rope, swa = ropes["full_attention"], ropes["sliding_attention"]
+    rope, swa = ropes[FULL], ropes["sliding_attention"]
     kind = rope.get("rope_type") if rope.get("rope_type") in ("linear", "yarn", "longrope") else "none"
     yield Implied("rope.dimension_count", "partial_rotary_factor", _rotated(rope, width))
     yield Implied("rope.dimension_count_swa", "partial_rotary_factor", narrow and _rotated(swa, narrow))
-    yield Implied("rope.dimension_sections", "mrope_section", rope.get("mrope_section") or 0)
+    sections = [*_QWEN35_SECTIONS] if config.model_type.startswith("qwen3_5") else 0
+    yield Implied("rope.dimension_sections", "mrope_section", rope.get("mrope_section") or sections)
     yield Implied("rope.freq_base", field, rope.get("rope_theta"), 10000.0)
     yield Implied("rope.freq_base_swa", field, swa.get("rope_theta"))
     yield Implied("rope.scaling.type", field, kind, "none")

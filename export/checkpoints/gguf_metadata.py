@@ -31,6 +31,9 @@ FACTORS: tuple[str, ...] = (
 )
 FACTORS += ("rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 """Keys whose value 0 makes llama.cpp use its own default."""
+OVERRIDDEN = {"full_attention_interval": "attention.recurrent_layers"}
+"""Keys that llama.cpp reads only if the file lacks another one. Its converter may write 4 for the first of them,
+whatever the model has."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -47,13 +50,14 @@ def check_metadata(file: GGUFFile, config: "PreTrainedConfig", folder: Path, sto
     compared = set(HARMLESS)
     for key, field, expected, absent in implied(config):
         compared.add(key)
-        found = file.field(f"{{arch}}.{key}")
+        found = file.layers if key == "block_count" else file.field(f"{{arch}}.{key}")
         if found is None and described:
             found = absent
         left_to_llama_cpp = found is None or (found == 0 and key in FACTORS)
-        if expected is None or left_to_llama_cpp or _may_be_cut(file, key, found, config):
+        overridden = file.field(f"{{arch}}.{OVERRIDDEN.get(key)}") is not None
+        if expected is None or left_to_llama_cpp or overridden or _may_be_cut(file, key, found, config):
             continue
-        found = _by_layer(key, found, expected)
+        found = _by_layer(file, key, found, expected)
         if not _agree(found, expected):
             raise ValueError(
                 f"{file.path}: {key} is {_shown(found, expected)}, but {folder / 'config.json'} implies "
@@ -146,9 +150,11 @@ def _check_ids(file: GGUFFile, config: "PreTrainedConfig", folder: Path, stop_id
             raise ValueError(f"{file.path}: {key} is {found}, but {folder} implies {says} ({field}): {_LIKELY}")
 
 
-def _by_layer(key: str, found: object, expected: object) -> object:
+def _by_layer(file: GGUFFile, key: str, found: object, expected: object) -> object:
     """Expand a value to one for each layer. A pattern of sliding windows may be one number n: every n-th layer has full
-    attention. Trailing zeros of rope sections are dropped."""
+    attention. Values for MTP layers, which come last, and trailing zeros of rope sections are dropped."""
+    if isinstance(found, list) and len(found) == file.field("{arch}.block_count"):
+        found = found[: file.layers]
     pattern = key == "attention.sliding_window_pattern"
     if pattern and isinstance(found, int) and not isinstance(found, bool) and isinstance(expected, list):
         return [found == 0 or bool((layer + 1) % found) for layer in range(len(expected))]

@@ -24,6 +24,14 @@ _PER_LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_la
 """The modules for per-layer inputs of Gemma 4 E2B and E4B: above, those of the model; here, those of a layer."""
 _FUSED_LAYER = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", *_NORMS)
 """transformers' names of a layer's modules in families with fused projections."""
+_DELTA_LAYER = tuple(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"))
+_DELTA_LAYER += ("linear_attn.conv1d", "linear_attn.norm", "linear_attn.out_proj")
+_LFM2_MODEL = ("model.embed_tokens", "model.embedding_norm", "lm_head")
+_LFM2_LAYER = (
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj", "q_layernorm", "k_layernorm")),
+    *(f"conv.{name}" for name in ("conv", "in_proj", "out_proj")),
+    *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "operator_norm", "ffn_norm"),
+)
 
 
 def gemma4_names(architecture: str, layers: int) -> dict[str, str]:
@@ -59,6 +67,28 @@ def transformers_names(
     }
 
 
+def delta_names(architecture: str, layers: int) -> dict[str, str]:
+    """Return transformers' names of a model with layers of the gated delta rule."""
+    own = {"ssm_a": "A_log", "ssm_dt.bias": "dt_bias"}  # parameters that belong to no submodule
+    return transformers_names(architecture, layers, _LAYER + _DELTA_LAYER) | {
+        f"blk.{layer}.{name}": f"model.layers.{layer}.linear_attn.{part}"
+        for layer in range(layers)
+        for name, part in own.items()
+    }
+
+
+def mtp_names(architecture: str, layers: int, blocks: int) -> dict[str, str]:
+    """Return Qwen3.5's own names of its MTP layers, which are the blocks of a file from ``layers`` to ``blocks``."""
+    names = transformers_names(architecture, blocks)
+    found = {}
+    for block in range(layers, blocks):
+        ours, own = f"model.layers.{block}.", f"mtp.layers.{block - layers}."
+        found |= {name: model.replace(ours, own) for name, model in names.items() if model.startswith(ours)}
+    parts = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+    parts["shared_head_norm"] = "norm"
+    return found | {f"blk.{layers}.nextn.{part}.weight": f"mtp.{own}.weight" for part, own in parts.items()}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """The entry for one value of ``general.architecture``."""
@@ -70,7 +100,10 @@ class Architecture:
     rotary_rows: bool = False
     """True if the rows of q and k are in llama.cpp's order, the two rows of a rotated pair next to each other."""
     norm_shift: int = 0
-    """The number that the converter added to the weights of norms."""
+    """The number that the converter added to the weights of norms, except for gated norms (``ssm_norm``)."""
+    mtp_names: Callable[[str, int, int], dict[str, str]] | None = None
+    """A function of the architecture's name, the number of decoder layers, and that of all blocks, that maps GGUF names
+    of the MTP layers; None if those layers are not read."""
     cuts_vocabulary: bool = False
     """True if the converter leaves out the last rows of the embedding, which no token uses."""
 
@@ -78,8 +111,10 @@ class Architecture:
 ARCHITECTURES = {
     "gemma4": Architecture(("gemma4_text",), gemma4_names),
     "gemma3": Architecture(("gemma3_text",), norm_shift=1, cuts_vocabulary=True),
+    "lfm2": Architecture(("lfm2",), partial(transformers_names, modules=_LFM2_LAYER, of_model=_LFM2_MODEL)),
     "llama": Architecture(("llama", "mistral"), rotary_rows=True),
     "phi3": Architecture(("phi3",), partial(transformers_names, modules=_FUSED_LAYER)),
     "qwen2": Architecture(("qwen2",)),
     "qwen3": Architecture(("qwen3",)),
+    "qwen35": Architecture(("qwen3_5_text",), delta_names, norm_shift=1, mtp_names=mtp_names),
 }

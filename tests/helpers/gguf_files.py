@@ -151,9 +151,13 @@ def transformers_gguf(
             value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         if architecture == "gemma3" and name.endswith("norm.weight"):
             value = value + 1
+        if architecture == "qwen35":
+            name, value = qwen35_stored(name, value, config)
+            stem, part = name.rsplit(".", 1)
         if stem in ("model.embed_tokens", "lm_head"):
             value = value[:rows]
-        own = f"{names.get_name(stem)}.{part}"
+        own = f"{names.get_name(stem)}.{part}" if names.get_name(stem) else names.get_name(name)
+        value = value.squeeze(1) if value.ndim == 3 else value
         fitting = [kind for end, kind in kinds.items() if own.endswith(end)] if value.ndim == 2 else []
         tensors[own] = value.float().contiguous(), fitting[0] if fitting else "F32"
     rope = config.rope_parameters
@@ -170,14 +174,48 @@ def transformers_gguf(
         "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None) or config.norm_eps,
         "rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
         ".general.type": "model",
     }
+    if architecture == "qwen35":
+        metadata |= {
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.group_count": config.linear_num_key_heads,
+            "ssm.time_step_rank": config.linear_num_value_heads,
+            "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+            "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
+        }
     if getattr(config, "head_dim", None):
         metadata |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     metadata = {key: value for key, value in (metadata | (fields or {})).items() if value is not None}
     return write_gguf(path, architecture, metadata, tensors)
+
+
+def qwen35_stored(name: str, value: Tensor, config: Any) -> tuple[str, Tensor]:
+    """Return the name that gguf-py's map knows for a tensor of Qwen3.5, and the tensor as llama.cpp's converter stores
+    it: value heads in the order of their number within a group, decays in place of their logarithms, norms with one
+    added."""
+    stem, _, part = name.rpartition(".linear_attn.")
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    first = 2 * keys * config.linear_key_head_dim
+
+    def tiled(rows: Tensor, width: int) -> Tensor:
+        return rows.unflatten(0, (keys, heads // keys, width)).transpose(0, 1).flatten(0, 2)
+
+    if not stem:
+        return name, value + 1 if name.endswith("norm.weight") else value
+    if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"):
+        value = tiled(value, 1)
+    elif part in ("in_proj_qkv.weight", "conv1d.weight"):
+        value = torch.cat((value[:first], tiled(value[first:], config.linear_value_head_dim)))
+    elif part == "in_proj_z.weight":
+        value = tiled(value, config.linear_value_head_dim)
+    elif part == "out_proj.weight":
+        value = tiled(value.T, config.linear_value_head_dim).T
+    value = -value.exp() if part == "A_log" else value
+    return name.replace("dt_bias", "dt_proj.bias"), value
 
 
 def gemma4_gguf(

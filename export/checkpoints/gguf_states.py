@@ -1,0 +1,85 @@
+"""Undoes what llama.cpp's converter does to layers that keep a state: the gated delta rule (Qwen3.5), short
+convolutions (LFM2).
+
+A layer of the gated delta rule has groups of value heads that share a key head. transformers stores the heads of a
+group next to each other; llama.cpp stores the first head of every group, then the second of every group, and so on.
+Rows are put back into transformers' order. The columns of ``out_proj`` are not, since a block of quantized weights
+spans several heads: an input order (``eagle3.targets.input_order``) permutes its input instead.
+"""
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from eagle3.targets.input_order import INPUT_ORDER
+
+Field = Callable[[str], int]
+"""A function that returns a number of the file's metadata by its key without the architecture's name."""
+_MIXER = re.compile(r"(model\.layers\.\d+\.linear_attn)\.(.+)")
+
+
+def without_dimension(name: str) -> bool:
+    """Return whether a tensor of the model is a convolution's weight [C, 1, taps], which llama.cpp stores as [C,
+    taps]."""
+    return name.endswith((".conv1d.weight", ".conv.conv.weight"))
+
+
+def restored(name: str, value: Tensor, number: Field) -> Tensor:
+    """Return a tensor of a layer with a state as transformers stores it.
+
+    Args:
+        name: the model's own name
+        value: the tensor as the file stores it, dense or quantized in blocks
+        number: looks up the metadata
+    """
+    if without_dimension(name):
+        value = value.unsqueeze(1)
+    found = _MIXER.fullmatch(name)
+    if found is None:
+        return value
+    part = found[2]
+    if part == "A_log":
+        value = value.neg().log()
+    groups, width = _groups(number)
+    if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"):
+        return by_rows(value, lambda rows: _by_group(rows, groups, 1))
+    if part == "in_proj_z.weight":
+        return by_rows(value, lambda rows: _by_group(rows, groups, width))
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        keys = 2 * groups[1] * number("ssm.state_size")  # the rows of queries and keys, which come first
+        return by_rows(value, lambda rows: torch.cat((rows[:keys], _by_group(rows[keys:], groups, width))))
+    return value
+
+
+def input_order(name: str, number: Field) -> tuple[str, Tensor] | None:
+    """Return the name and the input order, int64 [K], that go with the weight ``name`` of the model; None if its
+    columns have transformers' order."""
+    found = _MIXER.fullmatch(name)
+    if found is None or found[2] != "out_proj.weight":
+        return None
+    groups, width = _groups(number)
+    columns = torch.arange(groups[0] * groups[1] * width)
+    order = columns.view(groups[1], groups[0], width).transpose(0, 1).flatten()
+    return None if torch.equal(order, columns) else (f"{found[1]}.out_proj.{INPUT_ORDER}", order)
+
+
+def by_rows(value: Tensor, rearranged: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``value`` with its rows rearranged. Blocks of quantized weights run along a row, so they stay whole."""
+    from executorch.extension.llm.export.gguf import ExportableGGUFTensor
+
+    if isinstance(value, ExportableGGUFTensor):
+        return ExportableGGUFTensor(rearranged(value.raw), value.ggml_type, value.orig_dtype)
+    return rearranged(value)
+
+
+def _groups(number: Field) -> tuple[tuple[int, int], int]:
+    """Return how many value heads share a key head, the number of key heads, and the width of a value head."""
+    keys, values = number("ssm.group_count"), number("ssm.time_step_rank")
+    return (values // keys, keys), number("ssm.inner_size") // values
+
+
+def _by_group(rows: Tensor, groups: tuple[int, int], width: int) -> Tensor:
+    """Return the rows of all value heads, ``width`` each, with the heads of a group next to each other."""
+    return rows.unflatten(0, (*groups, width)).transpose(0, 1).flatten(0, 2)
