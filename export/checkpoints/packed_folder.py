@@ -3,7 +3,6 @@ packed linear are joined into one weight with the same codes."""
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from eagle3.export.checkpoints.compressed_tensors import CompressedTensors
 from eagle3.export.checkpoints.gptq import Gptq
 from eagle3.export.checkpoints.json_fields import nested, read_object
 from eagle3.export.checkpoints.packed import ANOTHER, Format, PackedLinear, Read
-from eagle3.export.checkpoints.safetensors_file import open_safetensors
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.targets.input_order import INPUT_ORDER
@@ -133,14 +131,6 @@ class PackedFolder(SafetensorsFolder):
                 }
             except ValueError as error:
                 raise ValueError(f"{self.path}: {error}") from error
-
-    @contextmanager
-    def _opened(self) -> Iterator[Read]:
-        """Open all files at once, memory-mapped, since the parts of a linear may lie in several."""
-        with ExitStack() as stack:
-            files = [stack.enter_context(open_safetensors(path)) for path in self.files()]
-            holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
-            yield lambda name: holder[name].get_tensor(name)
 
 
 def _parts_of(linear: str, read: Read) -> Read:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -45,6 +45,15 @@ class SafetensorsFolder(Source):
                 if name in file.keys():  # noqa: SIM118 (not a dict)
                     return file.get_tensor(name)
         return super().tensor(name)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Callable[[str], Tensor]]:
+        """Open all files at once, memory-mapped, since the parts of a weight may lie in several. The value reads a
+        tensor by its name."""
+        with ExitStack() as stack:
+            files = [stack.enter_context(open_safetensors(path)) for path in self.files()]
+            holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
+            yield lambda name: holder[name].get_tensor(name)
 
 
 def shard_paths(folder: Path) -> list[Path]:

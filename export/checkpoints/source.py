@@ -51,6 +51,10 @@ class Source(ABC):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, memory-mapped or read on demand; a quantized weight becomes a tensor of torchao's."""
 
+    def notes(self) -> list[str]:
+        """Return lines for the person who exports the checkpoint on how its weights are read."""
+        return []
+
     def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors whose names are ``wanted``. Formats that can read them alone read no others."""
         return ((name, tensor) for name, tensor in self.tensors() if wanted(name))

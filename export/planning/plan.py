@@ -209,6 +209,7 @@ def make_plan(config: ExportConfig) -> Plan:
         warnings=(
             *draft.warnings,
             *(line for folder in dict.fromkeys((weights, draft.folder)) for line in unread_index(folder)),
+            *target_source.notes(),
             *(template_note(target_source, checkpoint) if isinstance(target_source, GGUFFile) else ()),
             *_length_warnings(draft, max_seq_len),
             *_chain_notes(config, draft),

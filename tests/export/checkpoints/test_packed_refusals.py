@@ -141,7 +141,7 @@ def scheme(**weights):
 @pytest.mark.parametrize(
     ("stored", "says"),
     [
-        ({"quant_method": "fp8"}, "quant_method fp8, which is not read: name the original checkpoint, or one by"),
+        ({"quant_method": "fp8"}, "weight_block_size None, but fp8 is read in blocks alone, such as [128, 128]"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
         ({"quant_method": ["gptq"]}, "quant_method ['gptq']"),
         ([4], "quantization_config is [4], of which transformers makes no model"),
