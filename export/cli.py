@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from eagle3.export.configuration.backends import BACKENDS
-from eagle3.export.configuration.config import EMBEDDING_RECIPES, KV_CACHES, LONGEST_CHAIN, ExportConfig
+from eagle3.export.configuration.config import EMBEDDING_RECIPES, INT4_LAYOUTS, KV_CACHES, LONGEST_CHAIN, ExportConfig
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.dialects.dialect import EAGLE3
 from eagle3.export.draft.kinds import KINDS
@@ -191,6 +191,12 @@ HEADINGS = {
     type=click.Choice(KV_CACHES),
     help="How the target's layers of full attention keep keys and values on cuda: int8 halves their memory. Default: "
     "bfloat16.",
+)
+@click.option(
+    "--int4-layout",
+    type=click.Choice(INT4_LAYOUTS),
+    help="How INT4 weights are stored on cuda, and so which kernels read them: records take fewer instructions a "
+    "weight, but were never timed. Default: tiles.",
 )
 @click.option(
     "--aux-layers",

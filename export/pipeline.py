@@ -59,6 +59,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         with progress.stage("prepare weights"):
             backend.prepare(speculator, plan)
             merge_linears(speculator, folder)
+            manifest |= backend.pack(speculator, plan, folder)
             return_freed_memory()
         programs = {}
         for method in plan.methods:

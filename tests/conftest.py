@@ -253,6 +253,12 @@ def cuda_artifact(request):
 
 
 @pytest.fixture(scope="session")
+def records_artifact(request):
+    """gemma4-tiny as in ``cuda_artifact``, with its INT4 weights in records."""
+    return request.config.stash[BEFOREHAND]["records_artifact"]
+
+
+@pytest.fixture(scope="session")
 def host_artifact(request):
     """gemma4-tiny packed as for CUDA and compiled for the CPU (``host_artifact.py``): the artifact's folder."""
     return request.config.stash[BEFOREHAND]["host_artifact"]

@@ -73,7 +73,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), with a GPU at hand or without",
         "eagle3.export.lowering.cuda.backend",
         dtype="bfloat16",
-        flags=frozenset({"cuda_arch", "kv_cache"}),
+        flags=frozenset({"cuda_arch", "int4_layout", "kv_cache"}),
         recipes=CUDA_RECIPES,
         quantizes=True,
         fuses_below=math.inf,

@@ -18,6 +18,7 @@ XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
 GROUPED = "8da4w"  # in this recipe groups of inputs share a scale; 8da8w has one scale for each row
 EMBEDDING_RECIPES = ("none", "8w")
 KV_CACHES = ("bfloat16", "int8")
+INT4_LAYOUTS = ("tiles", "records")
 LONGEST_CHAIN = 15
 """The most draft tokens of a round; a verify window has one row more."""
 
@@ -41,6 +42,7 @@ class ExportConfig:
     qembedding: str | None = None
     group_size: int | None = None
     kv_cache: str | None = None
+    int4_layout: str | None = None
     aux_layers: tuple[int, ...] | None = None
     aux_convention: str | None = None
     draft_dialect: str | None = None
@@ -81,6 +83,11 @@ class ExportConfig:
     def int8_caches(self) -> bool:
         """True if the target's layers of full attention keep keys and values in 8 bits."""
         return self.kv_cache == "int8"
+
+    @property
+    def in_records(self) -> bool:
+        """True if INT4 weights are packed into records, as far as these can hold them."""
+        return self.int4_layout == "records"
 
     @property
     def folder(self) -> Path:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from eagle3.export.configuration.backends import BACKENDS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from executorch.exir import ExecutorchProgramManager
     from torch import Tensor
@@ -65,6 +67,10 @@ class Backend(Protocol):
 
     def prepare(self, speculator: "Eagle3Speculator", plan: "Plan") -> None:
         """Rewrite the draft head's weights in place, once they are loaded."""
+
+    def pack(self, speculator: "Eagle3Speculator", plan: "Plan", folder: "Path", /) -> dict[str, Any]:
+        """Rearrange merged weights in place, large ones in files on the disk of ``folder``. Return the manifest's entry
+        on their layouts."""
 
     def tracing(self, speculator: "Eagle3Speculator", plan: "Plan", /) -> AbstractContextManager[None]:
         """Return a context around each trace."""

@@ -191,8 +191,13 @@ PATCHES: dict[str, Patch] = {
     ),
     **_group("nothing is loaded or launched", "torch._inductor.runtime.triton_helpers.set_driver_to_gpu"),
     **_group(
-        "a kernel is compiled with one configuration, and nothing is loaded or launched",
+        "a configuration's limit of registers is kept, without which fewer programs fit on a multiprocessor",
         "CachingAutotuner._create_compile_options",
+        "config_to_dict",
+        prefix="torch._inductor.runtime.triton_heuristics.",
+    ),
+    **_group(
+        "a kernel is compiled with one configuration, and nothing is loaded or launched",
         "get_caching_autotuner_plugins",
         prefix="torch._inductor.runtime.triton_heuristics.",
     ),

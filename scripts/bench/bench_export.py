@@ -26,6 +26,7 @@ from published_heads import HEADS
 from published_widths import gemma4_config, random_weight, save_target
 from transformers import PreTrainedConfig
 
+from eagle3.export.configuration.config import INT4_LAYOUTS
 from eagle3.runner.artifact.opening import find_model, load_artifact
 from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
 from eagle3.runner.inspect.cost.bound import cost_of
@@ -82,6 +83,7 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
 )
 @click.option("--chain-len", type=int, help="As for eagle3-export, for cuda.")
 @click.option("--verify-rows", type=int, help="As for eagle3-export, for cuda.")
+@click.option("--int4-layout", type=click.Choice(INT4_LAYOUTS), help="As for eagle3-export, for cuda.")
 @click.option("--qlinear", default="8da4w", show_default=True, help="Recipe for target and draft, for xnnpack.")
 @click.option("--max-seq-len", default=1024, show_default=True, help="Slots of the KV caches, for xnnpack.")
 @click.option("--acceptance", default=3.0, show_default=True, help="Assumed acceptance length, for xnnpack.")
@@ -97,6 +99,7 @@ def main(
     draft: str,
     chain_len: int | None,
     verify_rows: int | None,
+    int4_layout: str | None,
     qlinear: str,
     max_seq_len: int,
     acceptance: float,
@@ -114,9 +117,11 @@ def main(
       python scripts/bench/bench_export.py --layers 6 --cuda-arch sm_90 --cost --draft dflash
       python scripts/bench/bench_export.py --backend xnnpack --target qwen3-4B --qlinear 8da4w
     """
-    if backend == "xnnpack" and (cuda_arch or draft != EAGLE3 or chain_len or verify_rows or unquantized or with_cost):
+    for_cuda = cuda_arch, draft != EAGLE3, chain_len, verify_rows, int4_layout, unquantized, with_cost
+    if backend == "xnnpack" and any(for_cuda):
         raise click.UsageError(
-            "--cuda-arch, --draft, --chain-len, --verify-rows, --unquantized and --cost are for cuda: leave them out"
+            "--cuda-arch, --draft, --chain-len, --verify-rows, --int4-layout, --unquantized and --cost are for cuda: "
+            "leave them out"
         )
     results = []
     counts = [int(count) for count in layers.split(",")] if layers else [None] if backend == "xnnpack" else [6, 12]
@@ -128,6 +133,7 @@ def main(
                 results.append(measure_on_cpu(target, count, qlinear, max_seq_len, acceptance, own))
             else:
                 given = {"--cuda-arch": cuda_arch, "--chain-len": chain_len, "--verify-rows": verify_rows}
+                given |= {"--int4-layout": int4_layout}
                 flags = [part for flag, value in given.items() if value for part in (flag, str(value))]
                 results.append(measure(count, flags, place / str(count), unquantized, draft))
             if with_cost:

@@ -22,7 +22,9 @@ from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, Extent, read_ptd_i
 from eagle3.runner.contract import EXPORT_RECORD
 
 SAMPLE = 4096
-"""The number of bytes kept of each weight: whole blocks of every format that the export writes."""
+"""The number of bytes kept of a weight: whole blocks of every format that the export writes, but of records."""
+RECORD = 4736
+"""The bytes of a record of INT4 weights, one of which is kept of a weight that may consist of them."""
 WRITTEN = 1 << 22
 """Bytes written at a time."""
 INDEX, SAMPLES = "weights.index", "weights.samples"
@@ -48,7 +50,7 @@ def pack(artifact: Path, packed: Path) -> None:
         head = file.read(places[0].offset)
         for place in places:
             file.seek(place.offset)
-            samples.append(file.read(min(place.size, SAMPLE)))
+            samples.append(file.read(kept_of(place)))
         for name, data in ((INDEX, head), (SAMPLES, b"".join(samples))):
             entry = tarfile.TarInfo(name)
             entry.size = len(data)
@@ -87,11 +89,16 @@ def fill(artifact: Path) -> None:
         file.truncate(size)
         for place in places_of(weights):
             file.seek(place.offset)
-            sample = kept.read(min(place.size, SAMPLE))
-            several = sample * (WRITTEN // SAMPLE)
+            sample = kept.read(kept_of(place))
+            several = sample * (WRITTEN // max(len(sample), 1))
             for start in range(0, place.size, len(several) or 1):
                 file.write(several[: place.size - start])
     samples.unlink()
+
+
+def kept_of(place: Extent) -> int:
+    """Return the number of bytes that are kept of a weight."""
+    return min(place.size, SAMPLE if place.size % RECORD else RECORD)
 
 
 def places_of(weights: Path) -> list[Extent]:

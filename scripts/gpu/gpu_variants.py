@@ -14,7 +14,7 @@ from bench_small_m import LINEARS
 from gpu_cubins import Kernel
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_records, small_m
+from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_records, record_layout, small_m
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH
 
 ROUND = {"sliding_qkv": "", "sliding_o": "", "gate_up": GELU_TANH, "down": ""}
@@ -58,15 +58,14 @@ def _records(name: str, order: str = "records", rows: tuple[int, ...] = (4, 16),
         (packed,), more = weight, dict[str, Any](asked)
         if more.pop("next", False):
             after = packed if following is None else following[0]
-            programs = int4_records.shares(
-                packed.shape[0] * int4_records.OUTPUTS, x.shape[1], 132 * int4_records.TOGETHER[most_rows(x)]
-            ).programs
+            outputs = packed.shape[0] * record_layout.OUTPUTS
+            programs = int4_records.shares_here(outputs, x.shape[1], most_rows(x)).count
             more["OF_NEXT"] = min(NEXT_BYTES, after.numel()) // programs // 16 * 16
             more["following"] = after
         return int4_records._launch_records(kernel, x, packed, arrived, activation, most_rows(x), **more)
 
-    kernel = int4_records.int4_records_kernel
-    return Variant(name, "int4", order, kernel, lambda *parts: (int4_records.records(*parts),), launch, rows)
+    kernel = int4_records.int4_records_small_m_kernel
+    return Variant(name, "int4", order, kernel, lambda *parts: (record_layout.records(*parts),), launch, rows)
 
 
 def _bf16(

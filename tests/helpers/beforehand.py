@@ -16,9 +16,17 @@ from pathlib import Path
 HELPERS = Path(__file__).parent
 CPU_FLAGS = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--draft-qlinear", "none")
 CPU_FLAGS += ("--with-decode", "--no-speculate")
+RECORDS = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(HELPERS)!r})
+from cuda_artifact import DEFAULT, export
+export(Path(sys.argv[1]), (*DEFAULT, "--int4-layout", "records", "--no-fit"))
+"""
 COMMANDS = {
     "artifact": ("-c", "from eagle3.export.cli import main; main()", *CPU_FLAGS, "--output-dir"),
     "cuda_artifact": (HELPERS / "cuda_artifact.py",),
+    "records_artifact": ("-c", RECORDS),
     "host_artifact": (HELPERS / "host_artifact.py",),
     "family_exports": (HELPERS / "family_exports.py",),
 }

@@ -22,6 +22,7 @@ from eagle3.export.lowering.cuda.kernels import (
     int4_experts,
     int4_matmul,
     int4_records,
+    int4_records_matmul,
     int8_experts,
     int8_matmul,
     k_quant_matmul,
@@ -143,9 +144,9 @@ KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
     "int4": (int4.int4_small_m_kernel, product(int4._launch_int4, 4, INT4)),
     "int4 of 16 rows": (int4.int4_small_m_kernel, product(int4._launch_int4, 16, INT4)),
     "int4 of a gate": (int4.int4_small_m_kernel, product(int4._launch_int4, 4, PAIR, activation=GELU_TANH)),
-    "int4 records": (int4_records.int4_records_kernel, product(int4_records._launch_records, 4, RECORDS)),
+    "int4 records": (int4_records.int4_records_small_m_kernel, product(int4_records._launch_records, 4, RECORDS)),
     "int4 records of a gate": (
-        int4_records.int4_records_kernel,
+        int4_records.int4_records_small_m_kernel,
         product(int4_records._launch_records, 4, RECORDS, activation=GELU_TANH),
     ),
     "int8": (small_m._int8_small_m_kernel, product(small_m._launch_int8, 4, INT8)),
@@ -161,6 +162,10 @@ KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
     "large int4": (
         int4_matmul._int4_matmul_kernel,
         product(lambda kernel, *given: int4_matmul._launch_matmul(kernel, Recorded(), *given), 200, INT4),
+    ),
+    "large int4 records": (
+        int4_records_matmul._int4_records_matmul_kernel,
+        product(lambda kernel, *given: int4_records_matmul._launch_matmul(kernel, Recorded(), *given), 200, RECORDS),
     ),
     "large int8": (int8_matmul._int8_matmul_kernel, product(int8_matmul._launch_matmul, 200, INT8)),
     **{

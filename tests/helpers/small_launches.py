@@ -22,11 +22,13 @@ from eagle3.export.lowering.cuda.kernels import (
     int4_experts,
     int4_matmul,
     int4_records,
+    int4_records_matmul,
     int8_experts,
     int8_matmul,
     k_quant_matmul,
     k_quants,
     large_m,
+    record_layout,
     small_m,
     sums,
 )
@@ -66,9 +68,9 @@ def int4_product(activation: str = "", count: int | None = 2, outputs: int = 130
 
 def int4_records_product(activation: str = "", rows: int = 3) -> None:
     """Launch three programs for two tiles of three blocks: the tiles are shared, and a program has parts of both."""
-    weight = int4_records.records(*int4_weight(128, 768))
-    given = _rows(rows, 768), weight, sums.counters(), activation
-    int4_records._launch_records(int4_records.int4_records_kernel, *given, multiprocessors=1)
+    given = _rows(rows, 768), record_layout.records(*int4_weight(128, 768)), sums.counters(), activation, max(8, rows)
+    with sums.made_for(1, False):
+        int4_records._launch_records(int4_records.int4_records_small_m_kernel, *given)
 
 
 def k_quant_product(count: int | None = 2, outputs: int = 70) -> None:
@@ -81,6 +83,12 @@ def k_quant_product(count: int | None = 2, outputs: int = 70) -> None:
 def int4_large() -> None:
     kernels = int4_matmul._int4_matmul_kernel, int4_matmul.int4_small_m_kernel
     int4_matmul._launch_matmul(*kernels, _rows(33, 512), *parts(int4_weight(130, 512)), sums.counters(), 2)
+
+
+def int4_records_large() -> None:
+    kernels = int4_records_matmul._int4_records_matmul_kernel, int4_records.int4_records_small_m_kernel
+    given = _rows(33, 512), record_layout.records(*int4_weight(192, 512)), sums.counters()
+    int4_records_matmul._launch_matmul(*kernels, *given, count=2)
 
 
 def int8_large() -> None:
@@ -135,7 +143,8 @@ def int8_experts_of(rows: int) -> None:
 
 EXPERTS = sums, small_m, int4, kernel_choices, int4_experts
 SMALL_M = sums, small_m, bf16, int4, k_quants
-LARGE_M = sums, small_m, int4, large_m, int4_matmul, int8_matmul, k_quant_matmul
+RECORDS = sums, small_m, int4_records
+LARGE_M = sums, small_m, int4, large_m, int4_matmul, int4_records_matmul, int8_matmul, k_quant_matmul
 ATTENTION = attention, heads, sums
 
 
@@ -162,8 +171,9 @@ SMALL = {
     "int8": Small(int8_product, SMALL_M),
     "int4": Small(int4_product, SMALL_M),
     "int4, 16 rows": Small(lambda: int4_product(rows=16), SMALL_M),
-    "int4 records": Small(int4_records_product, (sums, small_m, int4_records)),
-    "int4 records, gated": Small(lambda: int4_records_product(sums.SILU), (sums, small_m, int4_records)),
+    "int4 records": Small(int4_records_product, RECORDS),
+    "int4 records, 16 rows": Small(lambda: int4_records_product(rows=16), RECORDS),
+    "int4 records, gated": Small(lambda: int4_records_product(sums.SILU), RECORDS),
     "K-quants": Small(k_quant_product, SMALL_M),
     "bf16, whole tiles": with_whole_tiles(bf16_product, 1, outputs=192),
     "bf16, gated, whole tiles": with_whole_tiles(bf16_product, 2, outputs=384, activation=sums.SILU),
@@ -177,6 +187,7 @@ SMALL = {
     "experts": Small(lambda: experts_of(5), EXPERTS),
     "int8 experts": Small(lambda: int8_experts_of(5), (sums, small_m, kernel_choices, int8_experts)),
     "int4, many rows": Small(int4_large, LARGE_M),
+    "int4 records, many rows": Small(int4_records_large, LARGE_M),
     "int8, many rows": Small(int8_large, LARGE_M),
     "K-quants, many rows": Small(k_quant_large, LARGE_M),
     "attention": Small(lambda: attend(3, 200, 256), ATTENTION),

@@ -6,7 +6,8 @@ import gpu_carry
 import pytest
 from click.testing import CliRunner
 
-from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, read_ptd_index
+from eagle3.export.lowering.cuda.kernels import record_layout
+from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, Extent, read_ptd_index
 
 
 def run(*command):
@@ -29,10 +30,16 @@ def test_an_artifact_is_packed_with_samples_of_its_weights(cuda_artifact, tmp_pa
     true, filled = ((folder / WEIGHTS_FILE).read_bytes() for folder in (cuda_artifact, found))
     assert len(true) == len(filled)
     for place in index.values():
-        sample = true[place.offset : place.offset + min(place.size, gpu_carry.SAMPLE)]
+        sample = true[place.offset : place.offset + gpu_carry.kept_of(place)]
         several = sample * (place.size // max(len(sample), 1) + 1)
         assert filled[place.offset : place.offset + place.size] == several[: place.size]
     assert any(place.size > 2 * gpu_carry.WRITTEN for place in index.values())
+
+
+def test_a_weight_in_records_keeps_a_whole_record_and_others_whole_blocks():
+    assert gpu_carry.RECORD == record_layout.RECORD
+    for size, kept in ((48 * gpu_carry.RECORD, gpu_carry.RECORD), (1 << 20, gpu_carry.SAMPLE), (100, 100), (0, 0)):
+        assert gpu_carry.kept_of(Extent(0, size)) == kept
 
 
 def refused(*command):

@@ -5,8 +5,10 @@ import subprocess
 from contextlib import contextmanager
 from dataclasses import replace
 
+import gpu_artifacts
 import gpu_check
 import gpu_greedy
+import gpu_rounds
 import gpu_steps
 import pytest
 import torch
@@ -134,55 +136,81 @@ def test_without_a_gpu_every_step_of_every_stage_is_not_run(tmp_path):
 
 
 def test_a_failed_export_says_its_last_line_and_keeps_its_log(tmp_path, monkeypatch):
-    check = gpu_check.Check(noted(tmp_path / "out"), tmp_path, None, 4)
+    check = gpu_artifacts.Check(noted(tmp_path / "out"), tmp_path, (), 4)
     with pytest.raises(RuntimeError, match="2, see tiny-native-export.log: .*--no-such-flag"):
-        gpu_check.export(check, tmp_path / "tiny-native", "--no-such-flag")
+        gpu_artifacts.export(check, tmp_path / "tiny-native", "--no-such-flag")
     assert "such option" in (tmp_path / "out" / "tiny-native-export.log").read_text()
 
     def late(*args, timeout, **kwargs):
         raise subprocess.TimeoutExpired("export", timeout)
 
-    monkeypatch.setattr(gpu_check.subprocess, "run", late)
+    monkeypatch.setattr(gpu_artifacts.subprocess, "run", late)
     with pytest.raises(RuntimeError, match="no end in time, see tiny-native-export.log"):
-        gpu_check.export(check, tmp_path / "tiny-native")
+        gpu_artifacts.export(check, tmp_path / "tiny-native")
 
 
 def test_steps_are_not_run_with_another_pytorch_or_without_a_compiler(tmp_path, monkeypatch):
-    check = gpu_check.Check(noted(tmp_path), tmp_path, None, 4)
+    check = gpu_artifacts.Check(noted(tmp_path), tmp_path, (), 4)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
     with pytest.raises(gpu_steps.NotRun, match="torch 2.11.0: lowering for CUDA without a GPU is tested with"):
         gpu_check.export_named(check, tmp_path / "tiny-named")
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(gpu_steps.NotRun, match="no-such-compiler is not on PATH"):
-        gpu_check.export(check, tmp_path / "tiny-native")
+        gpu_artifacts.export(check, tmp_path / "tiny-native")
 
 
 def test_the_stages_of_gpu_check_measure_an_artifact(host_artifact, greedy, tmp_path, monkeypatch):
     """The artifact is compiled for the CPU; every method is called and every figure is computed."""
     weights = {"weight_bytes": 10**6}
     monkeypatch.setattr(
-        gpu_check, "recorded", lambda folder: dict.fromkeys(("target_verify", "draft_decode", "prefill"), weights)
+        gpu_rounds, "recorded", lambda folder: dict.fromkeys(("target_verify", "draft_decode", "prefill"), weights)
     )
-    monkeypatch.setattr(gpu_check, "made", lambda folder: host_artifact)
-    monkeypatch.setattr(gpu_check.Check, "copied", 1e9)
+    monkeypatch.setattr(gpu_artifacts.Check, "copied", 1e9)
     for name in ("reset_peak_memory_stats", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    check = gpu_check.Check(noted(tmp_path), tmp_path, None, 4)
+    check = gpu_artifacts.Check(noted(tmp_path), tmp_path, (), 4)
     facts = {}
-    gpu_check.measure_round(facts, check, "off")
+    gpu_rounds.measure_round(facts, check, host_artifact, "off")
     assert set(facts["ms"]) == {"target_verify", "draft_decode", "speculate"} and facts["a round, ms"] > 0
     assert facts["of copy bandwidth"] == pytest.approx(4e6 / (1e-3 * facts["ms"]["speculate"]) / 1e9, rel=0.05)
     facts = {}
-    gpu_check.measure_prefill(facts, check, 64)
+    gpu_rounds.measure_prefill(facts, check, host_artifact, 64)
     assert facts["tokens/s"] > 0
     with pytest.raises(gpu_steps.NotRun, match="its chunks are of"):
-        gpu_check.measure_prefill(facts, check, 4096)
-    found = gpu_check.kernels_of_a_round(check)
+        gpu_rounds.measure_prefill(facts, check, host_artifact, 4096)
+    found = gpu_rounds.kernels_of_a_round(host_artifact)
     assert found == {"of": "speculate", "all, us": 0}  # none of a GPU's
-    assert gpu_check.Check(noted(tmp_path), tmp_path, None, 4, host_artifact).artifact == host_artifact
     facts = {}
-    gpu_check.run_layers(facts, check)
+    gpu_check.run_layers(facts, host_artifact)
     assert facts["tokens/s"] > 0 and facts["graphs"] == "captured"
+
+
+def test_several_artifacts_are_timed_in_turn_and_compared(tmp_path, monkeypatch):
+    tiles, records, broken = (tmp_path / name for name in ("tiles", "records", "broken"))
+    milliseconds = {("tiles", "auto"): 10.0, ("tiles", "off"): 12.0, ("records", "auto"): 8.5, ("records", "off"): 9.0}
+
+    def measure(facts, _check, artifact, graphs):
+        facts[gpu_rounds.A_ROUND] = milliseconds[artifact.name, graphs]
+
+    monkeypatch.setattr(gpu_rounds, "measure_round", measure)
+    for name in ("counted_round", "kernels_of_a_round"):
+        monkeypatch.setattr(gpu_rounds, name, lambda artifact: {"of": artifact.name})
+
+    def steps_of(*artifacts):
+        report = noted(tmp_path)
+        check = gpu_artifacts.Check(report, tmp_path, (), 4, artifacts)
+        report.stage("round", lambda: gpu_rounds.measure_rounds(check))
+        return {step["name"]: step for step in read(tmp_path)}
+
+    steps = steps_of(tiles, records)
+    assert list(steps)[:2] == ["tiles: counted", "tiles: by CUDA graphs"] and len(steps) == 9
+    assert steps["records: counted"]["facts"] == {"of": "records"}
+    assert steps["compared"]["facts"] == {
+        "by CUDA graphs": {"tiles": [10.0, 1.0], "records": [8.5, 0.85]},
+        "without graphs": {"tiles": [12.0, 1.0], "records": [9.0, 0.75]},
+    }
+    assert steps_of(tiles, broken)["compared"]["status"] == "not run: fewer than two artifacts were timed"
+    assert list(steps_of(tiles)) == ["counted", "by CUDA graphs", "without graphs", "its kernels"]
 
 
 def test_kernels_are_distinguished_by_their_full_names_and_grids():
@@ -192,18 +220,17 @@ def test_kernels_are_distinguished_by_their_full_names_and_grids():
     long = "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_and_much_more_that_two_kernels_have_in_common_"
     events = [launched(f"{long}{number}", [1, 1, 1], 2.0) for number in (3, 4, 3, 4)]
     events += [launched("int4", [336, 1, 1], 50.0), launched("int4", [42, 1, 1], 20.0), {"cat": "cpu_op", "name": "x"}]
-    found = gpu_check.kernel_times(events, rounds=2)
+    found = gpu_rounds.kernel_times(events, rounds=2)
     assert list(found.values()) == [39.0, [0.5, 25.0], [0.5, 10.0], [1.0, 2.0], [1.0, 2.0]]
     assert list(found)[1] == "int4 [336, 1, 1]" and list(found)[3].endswith("_common_3 [1, 1, 1]")
 
 
 def test_a_head_that_proposes_a_block_is_timed_with_one_draft_call_per_round(host_artifact, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        gpu_check, "recorded", lambda folder: dict.fromkeys(("target_verify", "draft_decode"), {"weight_bytes": 10**6})
+        gpu_rounds, "recorded", lambda folder: dict.fromkeys(("target_verify", "draft_decode"), {"weight_bytes": 10**6})
     )
-    monkeypatch.setattr(gpu_check, "made", lambda folder: host_artifact)
-    monkeypatch.setattr(gpu_check.Check, "copied", 1e9)
-    opened = gpu_check.opened
+    monkeypatch.setattr(gpu_artifacts.Check, "copied", 1e9)
+    opened = gpu_rounds.opened
     given = {"proposals": 3}
 
     @contextmanager
@@ -212,20 +239,20 @@ def test_a_head_that_proposes_a_block_is_timed_with_one_draft_call_per_round(hos
             session.metadata = replace(session.metadata, **given)
             yield session
 
-    monkeypatch.setattr(gpu_check, "opened", changed)
-    check, facts = gpu_check.Check(noted(tmp_path), tmp_path, None, 4), {}
-    gpu_check.measure_round(facts, check, "off")
+    monkeypatch.setattr(gpu_rounds, "opened", changed)
+    check, facts = gpu_artifacts.Check(noted(tmp_path), tmp_path, (), 4), {}
+    gpu_rounds.measure_round(facts, check, host_artifact, "off")
     assert facts["of copy bandwidth"] == pytest.approx(2e6 / (1e-3 * facts["ms"]["speculate"]) / 1e9, rel=0.05)
     given["has_draft"] = False
     with pytest.raises(gpu_steps.NotRun, match="no draft head"):
-        gpu_check.measure_round(facts, check, "off")
+        gpu_rounds.measure_round(facts, check, host_artifact, "off")
 
 
 def test_captured_graphs_are_not_reported_for_a_session_that_failed(host_artifact, tmp_path):
     facts = {}
     (tmp_path / "model.pte").write_bytes(b"another file")
-    with pytest.raises(ValueError, match="no ExecuTorch program"), gpu_check.opened(tmp_path, "auto", facts):
+    with pytest.raises(ValueError, match="no ExecuTorch program"), gpu_artifacts.opened(tmp_path, "auto", facts):
         pass
-    with pytest.raises(RuntimeError, match="failed on"), gpu_check.opened(host_artifact, "auto", facts):
+    with pytest.raises(RuntimeError, match="failed on"), gpu_artifacts.opened(host_artifact, "auto", facts):
         raise RuntimeError("speculate failed on cuda:0")
     assert not facts

@@ -74,7 +74,7 @@ class Interpreted(ExitStack):
         kernels = {
             kernel.__name__: kernel
             for kernel in (
-                int4.int4_small_m_kernel, int4_records.int4_records_kernel, bf16._bf16_small_m_kernel,
+                int4.int4_small_m_kernel, int4_records.int4_records_small_m_kernel, bf16._bf16_small_m_kernel,
                 small_m._int8_small_m_kernel,
             )
         }  # fmt: skip

@@ -6,6 +6,7 @@ methods share weights and caches by qualified name. Both go into a file of their
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import executorch.backends.cuda.triton.kernels  # noqa: F401  (registers torch.ops.triton)
@@ -38,12 +39,14 @@ from eagle3.export.lowering.cuda.inductor.argmax import argmax_over_blocks
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
+from eagle3.export.lowering.cuda.inductor.registers import registers_kept
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.sums import made_for_here, made_for_named
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
+from eagle3.export.lowering.cuda.weights.int4_records_tensor import pack_records
 from eagle3.export.lowering.cuda.weights.quantization import (
     check_quantized_headers,
     check_recipe,
@@ -101,6 +104,8 @@ class NvidiaBackend:
         skeleton = plan.skeleton
         if plan.qlinear == "checkpoint":
             check_quantized_headers(plan.target_headers, skeleton)
+        if plan.config.in_records and not has_int4(plan):
+            raise ValueError("--int4-layout records is for INT4 weights, and this export has none: leave it out")
         if plan.qlinear in CUDA_RECIPES[1:]:
             check_recipe("--qlinear", plan.qlinear, skeleton.model, plan.target_config)
         if plan.draft_qlinear in CUDA_RECIPES[1:]:
@@ -125,7 +130,8 @@ class NvidiaBackend:
         return None
 
     def held_bytes(self, plan: Plan) -> int:
-        return self.footprint(plan).target if plan.qlinear in CUDA_RECIPES[1:] else 0
+        makes = plan.qlinear in CUDA_RECIPES[1:] or plan.config.in_records
+        return self.footprint(plan).target if makes else 0
 
     def conversion(self, plan: Plan) -> CudaWeights:
         """Return the conversion that quantizes the target's weights as they are read, on the host, and puts them into
@@ -142,6 +148,10 @@ class NvidiaBackend:
             quantize(speculator.draft, recipe, spare=speculator.target.parameters())
             use_fused_experts(speculator.draft)
             lay_out(speculator.draft, spare=speculator.target.parameters())
+
+    def pack(self, speculator: Eagle3Speculator, plan: Plan, folder: Path) -> dict[str, Any]:
+        """Pack INT4 weights into records, if the plan says so."""
+        return {"int4_weights": pack_records(speculator, folder)} if plan.config.in_records else {}
 
     @contextmanager
     def tracing(self, _speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:
@@ -198,6 +208,7 @@ class NvidiaBackend:
         named = local_arch() is None
         with (
             named_gpu(named_arch(plan)) if named else toolchain(),
+            nullcontext() if named else registers_kept(),
             inductor.patch(OPTIONS),
             fused_further(),
             barriers_between_loops(),
@@ -230,6 +241,12 @@ class NvidiaBackend:
 
 
 BACKEND: Backend = NvidiaBackend()
+
+
+def has_int4(plan: Plan) -> bool:
+    """Return True if a recipe makes INT4 weights, or the checkpoint has some."""
+    recipes = {plan.qlinear, plan.draft_qlinear} & {*CUDA_RECIPES[1:]}
+    return bool(recipes) or any("Int4" in header.dtype for header in plan.target_headers.values())
 
 
 def ranges(program: ExportedProgram) -> dict[str, str]:

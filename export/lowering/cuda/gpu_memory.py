@@ -17,7 +17,7 @@ from torch import nn
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.configuration.config import CUDA_RECIPES
 from eagle3.export.draft.loading import unfilled
-from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
+from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_records, record_layout, sums
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.small_m import Blocks
 from eagle3.export.lowering.cuda.weights.experts import fused_linears
@@ -99,9 +99,8 @@ def _workspace(plan: Plan, skeleton: Skeleton, draft: nn.Module) -> int:
     if not plan.has_draft:
         return prefill
     own = _layer_linears(draft)
-    kernels = [(bf16.BF16, bf16.BLOCK_K)] + [(int4.INT4, int4.BLOCK)] * (plan.draft_qlinear != "none")
     with _made_for(plan):
-        parts = max(_part_bytes(linears, *each) for linears in _merged(draft, own) for each in kernels)
+        parts = max(_most_part_bytes(plan, linears) for linears in _merged(draft, own))
     return max(prefill, plan.method(DRAFT_DECODE).max_len * (_row_bytes(own) + parts))
 
 
@@ -136,6 +135,18 @@ def _layer_linears(model: nn.Module) -> list[nn.Linear]:
 def _row_bytes(linears: list[nn.Linear]) -> int:
     """Return the bytes per row of gate, up and their product, or of tensors as wide."""
     return BFLOAT16 * 3 * max(max(m.in_features, m.out_features) for m in linears)
+
+
+def _most_part_bytes(plan: Plan, linears: list[nn.Linear]) -> int:
+    """Return the bytes per row of the partial sums of a draft's matmul, by the kernel that writes the most."""
+    most = _part_bytes(linears, bf16.BF16, bf16.BLOCK_K)
+    if plan.draft_qlinear == "none":
+        return most
+    outputs, k = sum(each.out_features for each in linears), linears[0].in_features
+    if plan.config.in_records and record_layout.fits(outputs, k, INT4_GROUP):
+        parts = int4_records.shares_here(outputs, k, plan.few_rows).parts
+        return max(most, FLOAT32 * parts * outputs if parts > 1 else 0)
+    return max(most, _part_bytes(linears, int4.INT4, int4.BLOCK))
 
 
 def _part_bytes(linears: list[nn.Linear], kernel: Blocks, block: int) -> int:

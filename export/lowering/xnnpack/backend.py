@@ -18,6 +18,8 @@ from eagle3.export.patching.tested_versions import FOR_CPU, TESTED, check_versio
 from eagle3.export.planning.plan import Plan
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from executorch.exir import ExecutorchProgramManager
     from torch.export import ExportedProgram
 
@@ -86,6 +88,9 @@ class XnnpackBackend:
 
         _, draft = recipes(plan)
         quantize(speculator.draft, draft, spare=set(map(id, speculator.target.parameters())))
+
+    def pack(self, _speculator: "Eagle3Speculator", _plan: Plan, _folder: "Path") -> dict[str, Any]:
+        return {}
 
     def describe(self, _programs: "Mapping[str, ExportedProgram]", plan: Plan) -> dict[str, Any]:
         target, draft = recipes(plan)

@@ -37,13 +37,14 @@ class Speed(NamedTuple):
 
 SPEEDS: dict[str, tuple[Speed, Speed]] = {
     r"int4_small_m": (Speed(5.8e-6, 3.27e12), Speed(14.6e-6, 2.38e12)),
+    r"int4_records_small_m": (Speed(5.8e-6, 3.27e12), Speed(14.6e-6, 2.38e12)),
     r"_int8_small_m": (Speed(7.7e-6, 3.58e12), Speed(8.6e-6, 2.05e12)),
     r"_k_quant_small_m": (Speed(5.8e-6, 3.0e12), Speed(5.8e-6, 1.7e12)),
     r"_bf16_small_m": (Speed(9.8e-6, 3.91e12, True), Speed(9.8e-6, 3.91e12, True)),
     r".*experts_small_m": (Speed(5.8e-6, 3.27e12), Speed(14.6e-6, 2.38e12)),
 }
-"""Speeds of matmuls, by the beginning of a kernel's name, with up to 8 rows and with up to 16. Kernels of experts were
-not timed and are assumed to be as fast as INT4 ones."""
+"""Speeds of matmuls, by the beginning of a kernel's name, with up to 8 rows and with up to 16. Kernels of experts and
+of records were not timed and are assumed to be as fast as those of INT4 in tiles."""
 ATTENTION = Speed(11.2e-6, 4.25e12, True)
 OTHER = Speed(4.0e-6, 4.25e12, True)
 """The speed of all other kernels: norms took 4 us for any number of rows, and a copy moves 4.25 TB/s."""

@@ -16,9 +16,10 @@ from eagle3.runner.contract import PREFILL
 SMALL_M, LARGE_M, DEQUANTIZE, PER_ROW = "small_m", "large_m", "dequantize", "once a row"
 GATHER, EXPERTS = "gather", "experts"
 _PER_ROW_OPS = "executorch_cuda::"
-_OPS = dict.fromkeys(("eagle3::int4_small_m", "eagle3::int8_small_m", "eagle3::k_quant_small_m"), SMALL_M)
+_FORMATS = ("int4", "int4_records", "int8", "k_quant")
+_OPS = dict.fromkeys((f"eagle3::{each}_small_m" for each in _FORMATS), SMALL_M)
 _OPS["eagle3::int8_experts_small_m"] = EXPERTS
-_OPS |= dict.fromkeys(("eagle3::int4_matmul", "eagle3::int8_matmul", "eagle3::k_quant_matmul"), LARGE_M)
+_OPS |= dict.fromkeys((f"eagle3::{each}_matmul" for each in _FORMATS), LARGE_M)
 
 
 @dataclass(frozen=True)

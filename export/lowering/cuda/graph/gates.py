@@ -15,9 +15,11 @@ from eagle3.export.lowering.cuda.graph.nodes import part
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 
 aten = torch.ops.aten
-PRODUCTS = ("eagle3.bf16_small_m.default", "eagle3.int4_small_m.default")
 WHOLE = 128
 """The outputs of each half and of each weight must be a multiple of this, so that no tile spans both halves."""
+RECORDS = "eagle3.int4_records_small_m.default"
+"""A matmul whose tiles have outputs of both halves. Its weight has a whole number of records in each half."""
+PRODUCTS = ("eagle3.bf16_small_m.default", "eagle3.int4_small_m.default", RECORDS)
 
 
 def gate_in_products(program: ExportedProgram) -> None:
@@ -49,6 +51,8 @@ def _gated(activated: Argument, up: Argument) -> Node | None:
     once = [activated, gate, up, product] + [wide] * (wide is not parent)
     if set(parent.users) != {gate, up} or any(len(node.users) > 1 for node in once):
         return None
+    if str(product.target) == RECORDS:
+        return wide
     weights = product.args[1] if isinstance(product.args[1], list | tuple) else [product.args[1]]
     outputs = [product.meta["val"].shape[1] // 2, *(weight.meta["val"].shape[0] for weight in weights)]
     return wide if all(n % WHOLE == 0 for n in outputs) else None

@@ -291,7 +291,8 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     tiles = sum(math.ceil(n / tile) for n in outputs) * (tile // block_n)
     block_m = constants.get("BLOCK_M", 8 if rows <= 8 else 16)
     division = Division(constants.get("WHOLE", 0), constants.get("SPLITS", 1))
-    row_tiles = max(1, blocks // math.prod(division.programs(tiles)))
+    # of records, blocks are shared evenly among any number of programs
+    row_tiles = max(1, blocks // (constants.get("PROGRAMS") or math.prod(division.programs(tiles))))
     if "DIVIDED" in constants:  # the number of parts depends on the rows
         row_tiles = math.ceil(rows / block_m)
     weights = block_n * run_of_k

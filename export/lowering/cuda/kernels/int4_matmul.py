@@ -39,7 +39,7 @@ from eagle3.export.lowering.cuda.kernels.small_m import check_contiguous
 
 
 @triton.jit
-def _terms(code, step):
+def terms_of(code, step):
     # uint16 [128, 2], uint32 [128] -> -z and s as float32 in the halves of 64 bits [128, 1], by 2^-25 and 2^25, twice
     scale_step = (step & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     zero_step = (step >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -50,7 +50,7 @@ def _terms(code, step):
 
 
 @triton.jit
-def _decoded(words, terms, shift, mask, power):
+def decoded(words, terms, shift, mask, power):
     # uint32 [128, 4], uint64 [128, 1] -> bf16 [128, 32]
     codes = (words[:, :, None] >> shift[None, None, :])[:, :, :, None] & mask[None, None, None, :]
     z = tl.broadcast_to((terms >> 32).to(tl.uint32).to(tl.float32, bitcast=True)[:, :, None, None], (128, 4, 4, 2))
@@ -103,10 +103,10 @@ def _int4_matmul_kernel(
         after = tl.minimum(k + BLOCK_K, K - BLOCK_K)
         code_after = tl.load(CODES + (after + half) // G * 128 + n[:, None])
         step_after = tl.load(STEPS + after // 256 * 128 + 0 * half + n[:, None])
-        terms0, terms1 = _terms(code, step)
+        terms0, terms1 = terms_of(code, step)
         words0, words1 = halves(words, 128, 4)
-        acc = tl.dot(_decoded(words0, terms0, shift, mask, power), tl.trans(x0), acc)
-        acc = tl.dot(_decoded(words1, terms1, shift, mask, power), tl.trans(x1), acc)
+        acc = tl.dot(decoded(words0, terms0, shift, mask, power), tl.trans(x0), acc)
+        acc = tl.dot(decoded(words1, terms1, shift, mask, power), tl.trans(x1), acc)
         code, step = code_after, step_after
 
     finish(OUT, PARTS, ARRIVED, acc, M, m0 + m, before + n0 + n, n0 + n < outputs, N0 + N1 + N2, BLOCK_M, DIVIDED)

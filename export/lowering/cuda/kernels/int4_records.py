@@ -1,12 +1,9 @@
-"""Linear layers of few rows over INT4 weights in records: an alternative to the kernel of ``int4.py``, with fewer
-instructions per weight and more programs on a multiprocessor. No export uses it, since it was never timed;
-``scripts/gpu/gpu_tournament.py`` times both.
+"""Linear layers of few rows over INT4 weights in records (``record_layout.py``): an alternative to the kernel of
+``int4.py``, with fewer instructions per weight and more programs on a multiprocessor. ``eagle3-export --int4-layout
+records`` takes it. It was never timed; ``scripts/gpu/gpu_tournament.py`` times both.
 
-A record holds all that 32 outputs need of a block of 256 of K, 4,736 bytes: words [group 8][r 8][c 4][mid 4] of 8 codes
-each, scales and zero points [group][output][2], steps [output][2]. Output 4 r + mid has word c of a group: the 16 bytes
-that a lane loads are exactly what its registers hold as operands of the matrix instruction. So words do not pass
-through shared memory, a warp loads 512 consecutive bytes, and a program's run of blocks is two stretches of memory.
-``records`` packs a weight, and ``unpacked`` returns its parts again.
+Words do not pass through shared memory: a warp loads 512 consecutive bytes, which are the operands of its matrix
+instructions, and a program's run of blocks is two stretches of memory.
 
 Arithmetic, for a row x and a group g of K (``q``: codes; ``s``, ``z``: the group's scale and zero point)::
 
@@ -14,30 +11,38 @@ Arithmetic, for a row x and a group g of K (``q``: codes; ``s``, ``z``: the grou
 
 A code in bits 0 to 3 of a bfloat16 is q * 2^-133, one in bits 4 to 7 is q * 2^-129: subnormal numbers, for which a code
 takes no instruction but its AND. x is multiplied by 2^100 or 2^96 and sums by 2^33 at the end, all of them exactly for
-|x| < 2^27; larger ones make infinities. A word's codes lie at bits 0, 16, 4, 20, 8, 24, 12, 28 for k = 0 to 7, so that
-x needs no shuffle. The sums over k run on tensor cores, bf16 to float32, all else is float32: weights are not rounded.
+|x| < 2^27; larger ones make infinities. The sums over k run on tensor cores, bf16 to float32, all else is float32:
+weights are not rounded.
 
 A tile is 32 outputs of the first half of all outputs and the same 32 of the second, which are gate and up of a gated
 MLP. All blocks of all tiles are shared evenly among the programs, in order; a tile that several programs share is added
 by the last of them in the order of K. No order depends on the number of rows, so a row has the same bits in every call.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.library import triton_op, wrap_triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eagle3.export.lowering.cuda.kernels.int4 import BLOCK
-from eagle3.export.lowering.cuda.kernels.small_m import WARPS, on_all_rows, operand, sum_of_groups
-from eagle3.export.lowering.cuda.kernels.sums import COUNTERS, arrive, gate_of
+from eagle3.export.lowering.cuda.kernels.record_layout import OUTPUTS, PAIR, RECORD, dequantized
+from eagle3.export.lowering.cuda.kernels.small_m import (
+    ROWS,
+    WARPS,
+    check_contiguous,
+    on_all_rows,
+    operand,
+    sum_of_groups,
+)
+from eagle3.export.lowering.cuda.kernels.sums import COUNTERS, arrive, gate_of, gated, multiprocessors, row_tiles
 
-OUTPUTS, GROUP = 32, 32
-"""The number of outputs of a record, and of weights that share a scale: records exist for groups of 32 only."""
-PLACES = (0, 16, 4, 20, 8, 24, 12, 28)
-"""The bits of a word at which its codes of k = 0 to 7 begin."""
 TOGETHER = {8: 3, 16: 2}
 """The number of programs that fit on a multiprocessor, by the most rows of any call, at 80 and 128 registers a
 thread."""
@@ -49,16 +54,27 @@ HIGH: tl.constexpr = tl.constexpr(7.922816251426434e28)  # 2^96
 
 
 class Shares(NamedTuple):
-    """A matmul whose blocks are shared evenly among ``programs``; up to ``parts`` of them share a tile."""
+    """A matmul whose blocks are shared evenly among ``count`` programs; up to ``parts`` of them share a tile."""
 
-    programs: int
+    count: int
     parts: int
 
+    def programs(self, _tiles: int) -> tuple[int, int]:
+        """Return the two grid axes after that of the tiles of rows, as ``sums.Division`` does."""
+        return self.count, 1
 
+
+def shares_here(n: int, k: int, most_rows: int) -> Shares:
+    """Return the shares of a weight [n, k] on the GPU that ``sums.made_for`` names. ``most_rows``, 8 or 16, is the most
+    rows of any call with this weight."""
+    return shares(n, k, multiprocessors() * TOGETHER[most_rows])
+
+
+@cache
 def shares(n: int, k: int, programs: int) -> Shares:
     """Return the shares of a weight [n, k] for at most ``programs`` programs."""
     blocks = k // BLOCK
-    tiles = n // (2 * OUTPUTS)
+    tiles = n // PAIR
     programs = min(programs, tiles * blocks)
 
     def of(block: int) -> int:  # the program that computes the block
@@ -66,53 +82,6 @@ def shares(n: int, k: int, programs: int) -> Shares:
 
     parts = max(of((tile + 1) * blocks - 1) - of(tile * blocks) + 1 for tile in range(tiles))
     return Shares(programs, parts)
-
-
-def fits(n: int, k: int, group: int) -> bool:
-    """Return True if a weight can be packed into records."""
-    return n % (2 * OUTPUTS) == 0 and k % BLOCK == 0 and group == GROUP
-
-
-def records(qdata: Tensor, scale: Tensor, scale_step: Tensor, zero: Tensor, zero_step: Tensor) -> Tensor:
-    """Pack the parts of a ``CudaCoalescedInt4Tensor``: codes uint8 [N, K / 2], scale and zero uint8 [N, K / 32], steps
-    float16 [N, K / 256].
-
-    Returns uint8 [N / 32, K / 256, 4736]. Raises ValueError for a weight for which ``fits`` is False.
-    """
-    n, k = qdata.shape[0], 2 * qdata.shape[1]
-    if not fits(n, k, k // scale.shape[1]):
-        raise ValueError(
-            f"{n} x {k} in groups of {k // scale.shape[1]}: records are of multiples of {2 * OUTPUTS} x {BLOCK} in "
-            f"groups of {GROUP}"
-        )
-    rows, blocks = n // OUTPUTS, k // BLOCK
-    nibbles = torch.stack([qdata & 0xF, qdata >> 4], -1).view(rows, 8, 4, blocks, 8, 4, 8)
-    words = torch.zeros(nibbles.shape[:-1], dtype=torch.int32, device=qdata.device)
-    for at, place in enumerate(PLACES):
-        words |= nibbles[..., at].int() << place
-    words = words.permute(0, 3, 4, 1, 5, 2).contiguous()  # rows, block, group, r, c, mid
-    codes = torch.stack([scale, zero], -1).view(rows, OUTPUTS, blocks, 8, 2).permute(0, 2, 3, 1, 4).contiguous()
-    steps = torch.stack([scale_step, zero_step], -1).view(rows, OUTPUTS, blocks, 2).transpose(1, 2).contiguous()
-    parts = (words.view(torch.uint8), codes, steps.view(torch.uint8))
-    return torch.cat([part.reshape(rows, blocks, -1) for part in parts], -1)
-
-
-def unpacked(packed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Invert ``records``."""
-    rows, blocks, _ = packed.shape
-    words, codes, steps = (part.contiguous() for part in packed.split((32 * 128, 32 * 16, 32 * 4), -1))
-    words = words.view(torch.int32).view(rows, blocks, 8, 8, 4, 4).permute(0, 3, 5, 1, 2, 4)  # rows, r, mid, ...
-    low, high = (
-        torch.stack([words >> place & 0xF for place in PLACES[odd::2]], -1).reshape(rows * OUTPUTS, -1)
-        for odd in (0, 1)
-    )
-    scale, zero = (
-        codes.view(rows, blocks, 8, OUTPUTS, 2).permute(0, 3, 1, 2, 4).reshape(rows * OUTPUTS, -1, 2).unbind(2)
-    )
-    steps = steps.view(torch.float16).view(rows, blocks, OUTPUTS, 2).transpose(1, 2).reshape(rows * OUTPUTS, -1, 2)
-    scale_step, zero_step = steps.unbind(2)
-    qdata = (low | high << 4).to(torch.uint8)
-    return qdata, *(part.contiguous() for part in (scale, scale_step, zero, zero_step))
 
 
 @triton.jit
@@ -162,19 +131,20 @@ def _operands(x, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def int4_records_kernel(
+def int4_records_small_m_kernel(
     X, RECORDS, NEXT, ARRIVED, PARTS, OUT, M,
-    N: tl.constexpr, K: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, AHEAD: tl.constexpr,
-    FIRST: tl.constexpr, OF_NEXT: tl.constexpr, EARLY: tl.constexpr, ACTIVATION: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr, OF_NEXT: tl.constexpr,
+    EARLY: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     # L2 is asked for AHEAD blocks ahead of the loads (a multiple of 4, which are asked for at once), for FIRST blocks
     # before the wait for x, and by each program for OF_NEXT bytes of the next matmul's weights before it adds sums.
-    BLOCKS: tl.constexpr = K // 256
-    TOTAL: tl.constexpr = N // 64 * BLOCKS
+    BLOCKS: tl.constexpr = K // BLOCK_K
+    TOTAL: tl.constexpr = N // BLOCK_N * BLOCKS
     SIZE: tl.constexpr = 1184  # words of a record
     HALF: tl.constexpr = TOTAL * SIZE  # from a record of the first half of outputs to that of the second
-    pid = tl.program_id(0)
-    m0 = tl.program_id(1) * BLOCK_M
+    pid = tl.program_id(1)
+    m0 = tl.program_id(0) * BLOCK_M
     start = (pid.to(tl.int64) * TOTAL // PROGRAMS).to(tl.int32)
     end = ((pid.to(tl.int64) + 1) * TOTAL // PROGRAMS).to(tl.int32)
     # The program's own stretch: offsets of 32 bits from a pointer of 64.
@@ -213,14 +183,14 @@ def int4_records_kernel(
         acc0 = tl.full((8, 32, BLOCK_M), 0, tl.float32)
         acc1 = acc0
         last = tl.minimum(BLOCKS, k + left)
-        XK = X + k * 256
+        XK = X + k * BLOCK_K
         x = tl.load(XK + x_at)
         for block in tl.range(k, last, num_stages=1):
             left -= 1
             if left > 0:  # nothing is read past the program's last record
                 RECORDS += SIZE
             if block + 1 < last:
-                XK += 256
+                XK += BLOCK_K
             x0, x1 = _operands(x, BLOCK_M)
             part0, part1 = _product(a0, x0, x1, low, high), _product(a1, x0, x1, low, high)
             a0 = tl.load(RECORDS + word_at, cache_modifier=".cg")
@@ -242,7 +212,10 @@ def int4_records_kernel(
             if left == 0:
                 ask_l2(NEXT + pid.to(tl.int64) * OF_NEXT, OF_NEXT)
         total = tl.join(sum_of_groups(acc0, 32, BLOCK_M), sum_of_groups(acc1, 32, BLOCK_M))  # (mid, r), m, half
-        _finish(OUT, PARTS, ARRIVED, total * UP, tile, m0 + m, M, pid, N, TOTAL, BLOCKS, PROGRAMS, BLOCK_M, ACTIVATION)
+        _finish(
+            OUT, PARTS, ARRIVED, total * UP, tile, m0 + m, M, pid, N, TOTAL, BLOCKS, PROGRAMS, BLOCK_M, SHARED,
+            ACTIVATION,
+        )  # fmt: skip
         tile += 1
         k = 0
 
@@ -250,7 +223,7 @@ def int4_records_kernel(
 @triton.jit
 def _finish(
     OUT, PARTS, ARRIVED, total, tile, m, M, pid, N: tl.constexpr, TOTAL: tl.constexpr, BLOCKS: tl.constexpr,
-    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, ACTIVATION: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, SHARED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     # Stores a tile's sums; the last of the programs that share the tile adds them first, in the order of K.
     total = tl.reshape(total, (4, 8, BLOCK_M, 2))
@@ -258,21 +231,22 @@ def _finish(
     n = tl.arange(0, 64)
     at = m[:, None].to(tl.int64) * N + (n // 32 * (N // 2) + tile * 32 + n % 32)[None, :]
     here = (m < M)[:, None]
-    first = tile.to(tl.int64) * BLOCKS
-    lowest = ((first * PROGRAMS + PROGRAMS - 1) // TOTAL).to(tl.int32)  # the program of the tile's first block
-    highest = (((first + BLOCKS) * PROGRAMS - 1) // TOTAL).to(tl.int32)  # and of its last
-    whole = lowest == highest
-    if not whole:
-        size = tl.full((), N, tl.int64) * M
-        PARTS = PARTS.to(tl.pointer_type(tl.float32), bitcast=True)  # counters where no tile is shared
-        tl.store(PARTS + (pid - lowest) * size + at, total, mask=here)
-        counter = ARRIVED + tl.program_id(1) * (N // 64) + tile
-        if arrive(counter) == highest - lowest:
-            whole = True
-            total = tl.load(PARTS + at, mask=here, other=0, cache_modifier=".cg")
-            for part in tl.range(1, highest - lowest + 1):
-                total += tl.load(PARTS + part * size + at, mask=here, other=0, cache_modifier=".cg")
-            tl.store(counter, 0)
+    whole = True
+    if SHARED:
+        first = tile.to(tl.int64) * BLOCKS
+        lowest = ((first * PROGRAMS + PROGRAMS - 1) // TOTAL).to(tl.int32)  # the program of the tile's first block
+        highest = (((first + BLOCKS) * PROGRAMS - 1) // TOTAL).to(tl.int32)  # and of its last
+        whole = lowest == highest
+        if not whole:
+            size = tl.full((), N, tl.int64) * M
+            tl.store(PARTS + (pid - lowest) * size + at, total, mask=here)
+            counter = ARRIVED + tl.program_id(0) * (N // 64) + tile
+            if arrive(counter) == highest - lowest:
+                whole = True
+                total = tl.load(PARTS + at, mask=here, other=0, cache_modifier=".cg")
+                for part in tl.range(1, highest - lowest + 1):
+                    total += tl.load(PARTS + part * size + at, mask=here, other=0, cache_modifier=".cg")
+                tl.store(counter, 0)
     if whole:
         if ACTIVATION == "":
             tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=here)
@@ -284,7 +258,7 @@ def _finish(
 
 def _launch_records(
     kernel: Any, x: Tensor, packed: Tensor, arrived: Tensor, activation: str = "", most_rows: int = 8,
-    multiprocessors: int = 132, following: Tensor | None = None, **asked: Any,
+    following: Tensor | None = None, **asked: Any,
 ) -> Tensor:  # fmt: skip
     """Return bfloat16 [M, N] of ``x`` [M, K], or [M, N / 2] with an ``activation``.
 
@@ -293,23 +267,99 @@ def _launch_records(
     ``OF_NEXT`` and ``EARLY``, which are 0 by default. Raises ValueError for another dtype of ``x``, a weight of another
     K, and more rows than there are counters for.
     """
-    (m, k), (rows, blocks, _) = x.shape, packed.shape
-    n = rows * OUTPUTS
+    m, n = x.shape[0], outputs_of(x, packed)
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: the kernel takes torch.bfloat16")
+    out = torch.empty(m, n // 2 if activation else n, dtype=x.dtype, device=x.device)
+    if statically_known_true(m == 0):
+        return out
+    most_tiles = COUNTERS // (n // PAIR)
+    if not statically_known_true((m + most_rows - 1) // most_rows <= most_tiles):
+        raise ValueError(f"{m} rows of {n} outputs: the kernel takes {most_tiles * most_rows} rows of them")
+    share, run = records_run(kernel, x, packed, arrived, most_rows, activation, following, **asked)
+    parts = torch.empty(share.parts, m, n, dtype=torch.float32, device=x.device) if share.parts > 1 else arrived
+    for rows, count in row_tiles(m, [size for size in ROWS if size <= most_rows]):
+        run((count, *share.programs(n // PAIR)), rows, out, parts)
+    return out
+
+
+def records_run(
+    kernel: Any, x: Tensor, packed: Tensor, arrived: Tensor, most_rows: int, activation: str = "",
+    following: Tensor | None = None, **asked: Any,
+) -> tuple[Shares, Callable[[tuple, int, Tensor, Tensor], None]]:  # fmt: skip
+    """Return the shares of the blocks, and a function that starts the kernel, ``run(grid, rows of a tile, out,
+    parts)``."""
+    check_contiguous(packed)
+    n, k = outputs_of(x, packed), x.shape[1]
+    share, x = shares_here(n, k, most_rows), x.contiguous()
+    constants = dict.fromkeys(("AHEAD", "FIRST", "OF_NEXT"), 0) | {"EARLY": False} | asked
+
+    def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
+        kernel[programs](
+            x, packed, packed if following is None else following, arrived, parts, out, x.shape[0], N=n, K=k,
+            PROGRAMS=share.count, SHARED=share.parts > 1, BLOCK_M=rows, BLOCK_N=PAIR, BLOCK_K=BLOCK,
+            ACTIVATION=activation, num_warps=WARPS, maxnreg=REGISTERS[rows], **constants,
+        )  # fmt: skip
+
+    return share, run
+
+
+def outputs_of(x: Tensor, packed: Tensor) -> int:
+    """Return the number of outputs of a weight in records. Raises ValueError if it does not fit ``x``."""
+    k, (rows, blocks, size) = x.shape[1], packed.shape
     if k != blocks * BLOCK:
         raise ValueError(f"x has K = {k}, the records {blocks * BLOCK}: they must agree")
-    most_tiles = COUNTERS // (n // (2 * OUTPUTS))
-    if m > most_tiles * most_rows:
-        raise ValueError(f"{m} rows of {n} outputs: the kernel takes {most_tiles * most_rows} rows of them")
-    share = shares(n, k, multiprocessors * TOGETHER[most_rows])
-    of_tile = 8 if m <= 8 else most_rows
-    out = torch.empty(m, n // 2 if activation else n, dtype=x.dtype, device=x.device)
-    parts = torch.empty(share.parts, m, n, dtype=torch.float32, device=x.device) if share.parts > 1 else arrived
-    constants = dict.fromkeys(("AHEAD", "FIRST", "OF_NEXT"), 0) | {"EARLY": False} | asked
-    kernel[(share.programs, triton.cdiv(m, of_tile))](
-        x.contiguous(), packed, packed if following is None else following, arrived, parts, out, m, N=n, K=k,
-        PROGRAMS=share.programs, BLOCK_M=of_tile, ACTIVATION=activation, num_warps=WARPS,
-        maxnreg=REGISTERS[of_tile], **constants,
-    )  # fmt: skip
-    return out
+    if size != RECORD or rows % 2:
+        raise ValueError(f"the records are {tuple(packed.shape)}: there are an even number, of {RECORD} bytes each")
+    return rows * OUTPUTS
+
+
+class Traced:
+    """A kernel that a trace records, with the limit of registers in a configuration, since a trace takes no such
+    argument."""
+
+    def __getitem__(self, grid: tuple) -> Callable[..., None]:
+        def launch(*arguments: object, maxnreg: int, **constants: object) -> None:
+            wrap_triton(_limited(maxnreg))[grid](*arguments, **constants)
+
+        return launch
+
+
+@cache
+def _limited(registers: int) -> Any:
+    """Return the kernel with at most that many registers a thread."""
+    return triton.autotune([triton.Config({}, maxnreg=registers)], key=[])(int4_records_small_m_kernel)
+
+
+@triton_op("eagle3::int4_records_small_m", mutates_args={})
+def int4_records_small_m(x: Tensor, packed: Tensor, arrived: Tensor, most_rows: int, activation: str = "") -> Tensor:
+    """Compute ``x @ w.T`` with ``w = (q - zero) * scale``; zero and scale are a code times a step. The results may be
+    gated (see ``sums``).
+
+    On CUDA this is the kernel of this module, on the host ``records_reference``. It is one node of an exported program
+    and one launch.
+
+    Args:
+        x: bfloat16 [M, K], K a multiple of 256; M may be dynamic
+        packed: uint8 [N / 32, K / 256, 4736], the records of one weight or of several one after the other
+        arrived: ``sums.counters()``, zero again when it returns
+        most_rows: 8 or 16, the most rows of any call with this weight
+        activation: applied to the gate, the first half of the outputs; "": the outputs are not gated
+
+    Returns:
+        bfloat16 [M, N], gated half of them; a row's bits do not depend on the other rows or their number
+
+    Raises:
+        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, records that are not contiguous, or more
+            rows than there are counters for
+    """
+    return _launch_records(Traced(), x, packed, arrived, activation, most_rows)
+
+
+@int4_records_small_m.register_kernel("cpu")
+def records_reference(
+    x: Tensor, packed: Tensor, arrived: Tensor | None = None, most_rows: int = 8, activation: str = ""
+) -> Tensor:
+    """``int4_records_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
+    outputs_of(x, packed)
+    return gated((x.float() @ dequantized(packed).T).to(x.dtype), activation)

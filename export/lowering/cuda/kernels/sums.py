@@ -74,10 +74,10 @@ program takes more than 128 registers a thread, so that one fits on a multiproce
 
 
 @contextmanager
-def made_for(multiprocessors: int, whole_tiles: bool) -> Iterator[None]:
-    """Divide matmuls for a GPU with that many multiprocessors; ``whole_tiles`` allows whole tiles next to divided
+def made_for(count: int, whole_tiles: bool) -> Iterator[None]:
+    """Divide matmuls for a GPU with ``count`` multiprocessors; ``whole_tiles`` allows whole tiles next to divided
     ones."""
-    _MADE_FOR.append((multiprocessors, whole_tiles))
+    _MADE_FOR.append((count, whole_tiles))
     try:
         yield
     finally:
@@ -94,6 +94,11 @@ def made_for_here() -> AbstractContextManager[None]:
     return made_for(local_multiprocessors(), local_arch() in WHOLE_TILES_ON)
 
 
+def multiprocessors() -> int:
+    """Return the multiprocessors of the GPU that matmuls are divided for."""
+    return _MADE_FOR[-1][0]
+
+
 def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
     """Return how ``blocks`` blocks of K are divided. The division depends only on the weight's shape and the GPU, so
     that the order of the sum is fixed. Unless ``whole``, there are no whole tiles on any GPU.
@@ -101,8 +106,8 @@ def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
     It minimizes the time if ``TOGETHER`` programs run on a multiprocessor, all programs that fit start together, and a
     wave of them costs as much as ``STARTING`` blocks. K is divided only if that gains more than ``GAIN``.
     """
-    multiprocessors, whole_tiles = _MADE_FOR[-1]
-    tiles, at_a_time = triton.cdiv(n, block_n), TOGETHER * multiprocessors
+    whole_tiles = _MADE_FOR[-1][1]
+    tiles, at_a_time = triton.cdiv(n, block_n), TOGETHER * multiprocessors()
 
     def cost(division: Division) -> float:
         rest = triton.cdiv((tiles - division.whole) * division.parts, at_a_time)

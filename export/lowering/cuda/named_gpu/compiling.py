@@ -28,6 +28,7 @@ from triton.backends.nvidia import compiler
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from eagle3.export.lowering.cuda.inductor.registers import registers_kept
 from eagle3.export.lowering.cuda.named_gpu.configurations import best, only
 from eagle3.export.patching.patches import all_replaced, environment
 from eagle3.runner.hardware.gpus import REGISTERS, Gpu
@@ -128,11 +129,7 @@ class OneConfiguration(CachingAutotunerPlugin):
 @contextmanager
 def compiling(gpu: Gpu) -> Iterator[None]:
     """Make Triton compile plain code for ``gpu``, and Inductor each kernel as ``OneConfiguration`` says."""
-    make_options = CachingAutotuner._create_compile_options
     make_ttgir, make_llir = compiler.CUDABackend.make_ttgir, compiler.CUDABackend.make_llir
-
-    def make_all_options(self: CachingAutotuner, config: Config, meta: dict[str, Any]) -> dict[str, Any]:
-        return make_options(self, config, meta) | {"maxnreg": config.maxnreg}  # Inductor leaves it out
 
     def make_plain_llir(
         self: compiler.CUDABackend, src: object, metadata: dict[str, Any], options: object, capability: int
@@ -146,6 +143,7 @@ def compiling(gpu: Gpu) -> Iterator[None]:
     driver.set_active(NamedDriver(gpu))
     try:
         with (
+            registers_kept(),
             inductor.patch({"use_static_triton_launcher": False}),  # it would load the kernel on the GPU
             # Triton's cache key does not include the plain architecture, so this code needs a cache of its own.
             environment({"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-portable")}),
@@ -156,7 +154,6 @@ def compiling(gpu: Gpu) -> Iterator[None]:
                     f"{TRITON}CUDABackend.make_llir": make_plain_llir,
                     f"{INDUCTOR}codegen.cuda.compile_utils._nvcc_arch_as_compile_option": lambda: str(gpu.arch),
                     f"{INDUCTOR}runtime.triton_helpers.set_driver_to_gpu": lambda: None,
-                    f"{HEURISTICS}CachingAutotuner._create_compile_options": make_all_options,
                     f"{HEURISTICS}get_caching_autotuner_plugins": lambda _autotuner: [OneConfiguration(gpu)],
                 }
             ),

@@ -14,6 +14,7 @@ from shared_libraries import loaded_by
 from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
+from eagle3.export.lowering.cuda.weights.int4_records_tensor import pack_records
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.speculator.merged_linears import merge_linears
@@ -90,12 +91,27 @@ def test_each_cuda_library_lists_the_driver_as_needed(cuda_artifact, tmp_path):
 
 
 def test_weights_in_the_ptd_equal_the_packed_weights_bit_for_bit(cuda_artifact, tmp_path):
+    assert compared_weights(cuda_artifact, tmp_path, in_records=False) > 120
+
+
+@pytest.mark.whole
+def test_weights_in_the_ptd_of_records_are_records_and_nothing_holds_them_twice(records_artifact, tmp_path):
+    """Fewer tensors are compared: a weight in tiles has two or more parts beside its codes."""
+    assert compared_weights(records_artifact, tmp_path, in_records=True) > 60
+    manifest = json.loads(run_command(inspect_main, records_artifact, "--json").stdout)["metadata"]["get_manifest"]
+    assert manifest["int4_weights"] == {"records": 25, "tiles": 0}
+
+
+def compared_weights(artifact, tmp_path, in_records: bool) -> int:
+    """Compare every weight of an artifact with the packed ones of its checkpoint, and return their number."""
     plan = make_plan(ExportConfig("gemma4-tiny", output_dir=None, cuda_arch=ARCH[1] if ARCH else None))
     speculator = load_speculator(plan, EagerAttention, cuda.dtype, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
     merge_linears(speculator, tmp_path)
-    index = read_ptd_index(cuda_artifact / WEIGHTS_FILE)
-    stored = (cuda_artifact / WEIGHTS_FILE).read_bytes()
+    if in_records:
+        pack_records(speculator, tmp_path)
+    index = read_ptd_index(artifact / WEIGHTS_FILE)
+    stored = (artifact / WEIGHTS_FILE).read_bytes()
     prefix, compared = "cuda_fqn_weight:cuda:speculator.", 0
     for name, value in speculator.named_parameters():
         parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
@@ -109,7 +125,7 @@ def test_weights_in_the_ptd_equal_the_packed_weights_bit_for_bit(cuda_artifact, 
             extent = index[prefix + name]
             assert stored[extent.offset : extent.offset + extent.size] == value.view(torch.uint8).numpy().tobytes()
             compared += 1
-    assert compared > 120
+    return compared
 
 
 def fails(tmp_path, *args) -> tuple[int, str]:

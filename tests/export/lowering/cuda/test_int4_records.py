@@ -7,14 +7,18 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from cuda_lowered import lowered
 from kernel_usage import usage
 from small_m_weights import activations, int4_weight
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import Dim
 from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import interpreted, words_read
 
-from eagle3.export.lowering.cuda.kernels import int4, int4_records, small_m, sums
-from eagle3.export.lowering.cuda.kernels.int4_records import records, shares, unpacked
+from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged
+from eagle3.export.lowering.cuda.kernels import int4, int4_records, record_layout, small_m, sums
+from eagle3.export.lowering.cuda.kernels.int4_records import shares
+from eagle3.export.lowering.cuda.kernels.record_layout import records, unpacked
 from eagle3.runner.hardware.gpus import BY_ARCH
 
 TYPES = ["*bf16", "*u8", "*u8", "*i32", "*fp32", "*bf16", "i32"]
@@ -24,11 +28,10 @@ LINEARS = {"gate_up": (43008, 5376), "down": (5376, 21504), "qkv": (16384, 5376)
 
 def run(x: Tensor, packed: Tensor, activation: str = "", multiprocessors: int = 1, arrived=None, **asked) -> Tensor:
     arrived = sums.counters() if arrived is None else arrived
-    with interpreted(sums, small_m, int4_records):
+    with interpreted(sums, small_m, int4_records), sums.made_for(multiprocessors, False):
         return int4_records._launch_records(
-            int4_records.int4_records_kernel, x, packed, arrived, activation, 8 if len(x) <= 8 else 16,
-            multiprocessors, **asked,
-        )  # fmt: skip
+            int4_records.int4_records_small_m_kernel, x, packed, arrived, activation, 8 if len(x) <= 8 else 16, **asked
+        )
 
 
 def assert_right(found: Tensor, x: Tensor, weight: tuple[Tensor, ...]) -> None:
@@ -73,17 +76,17 @@ def test_each_code_has_a_place_of_its_own_in_a_record():
 
 @pytest.mark.parametrize(("n", "k", "group"), [(32, 256, 32), (96, 256, 32), (64, 256, 64), (64, 512, 256)])
 def test_a_weight_of_a_shape_without_records_is_refused(n, k, group):
-    assert not int4_records.fits(n, k, group)
+    assert not record_layout.fits(n, k, group)
     with pytest.raises(ValueError, match=rf"{n} x {k} in groups of {group}: records are of multiples of 64 x 256"):
         records(*int4_weight(n, k, group))
 
 
 @pytest.mark.first(3)
 @pytest.mark.parametrize("m", [1, 4, 8, 9, 16, 21])
-@pytest.mark.parametrize(("n", "k", "multiprocessors"), [(128, 1024, 1), (64, 768, 2), (192, 256, 132)])
+@pytest.mark.parametrize(("n", "k", "multiprocessors"), [(128, 1024, 1), (64, 768, 2), (256, 512, 1), (192, 256, 132)])
 def test_the_records_kernel_is_right_for_any_rows_and_share_of_blocks(m, n, k, multiprocessors):
-    """The cases have tiles of one program, tiles of several, and programs of several tiles. The counters are zero at
-    the end."""
+    """The cases have tiles of one program, tiles of several, programs of several tiles, and of these one that begins
+    with a tile. The counters are zero at the end."""
     x, weight, arrived = activations(m, k), int4_weight(n, k), sums.counters()
     for _ in range(2):  # the second call finds what the first one left
         assert_right(run(x, records(*weight), multiprocessors=multiprocessors, arrived=arrived), x, weight)
@@ -100,12 +103,14 @@ def test_the_records_kernel_computes_gate_and_up_in_one_tile(activation):
 
 
 def test_a_row_of_the_records_kernel_has_the_same_bits_with_any_other_rows():
+    """The sums of the first half of K and of the second cancel out, so that the order of additions decides the bits."""
+    half, x = int4_weight(128, 512), activations(17, 512)
+    x, packed = torch.cat([x, -x], 1), records(*(torch.cat([part, part], 1) for part in half))
     for most, sizes in ((8, range(1, 9)), (16, (1, 7, 8, 9, 15, 16, 17))):
-        x, packed = activations(17, 1024), records(*int4_weight(128, 1024))
-        with interpreted(sums, small_m, int4_records):
+        with interpreted(sums, small_m, int4_records), sums.made_for(1, False):
             found = [
                 int4_records._launch_records(
-                    int4_records.int4_records_kernel, x[:m], packed, sums.counters(), "", most, 1
+                    int4_records.int4_records_small_m_kernel, x[:m], packed, sums.counters(), "", most
                 )
                 for m in sizes
             ]
@@ -141,8 +146,8 @@ def test_each_program_has_an_even_share_and_no_tile_exceeds_its_room_for_parts()
         for programs in (1, 5, 264, 396):
             found, blocks = shares(n, k, programs), k // 256
             total = n // 64 * blocks
-            assert found.programs == min(programs, total)
-            begins = [each * total // found.programs for each in range(found.programs + 1)]
+            assert found.count == min(programs, total)
+            begins = [each * total // found.count for each in range(found.count + 1)]
             sizes = {after - before for before, after in zip(begins, begins[1:], strict=False)}
             assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
             parts = max(
@@ -168,10 +173,8 @@ def test_only_weights_are_prefetched_into_l2(asked, any_asked):
         begin = int(pointer.handle.data.ravel()[0])
         ranges.append((begin, begin + int(getattr(size, "value", size))))
 
-    with interpreted(sums, small_m, int4_records), patch.object(int4_records, "ask_l2", ask):
-        int4_records._launch_records(
-            int4_records.int4_records_kernel, x, packed, sums.counters(), "", 8, 1, following, **asked
-        )
+    with patch.object(int4_records, "ask_l2", ask):
+        run(x, packed, following=following, **asked)
     homes = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in (packed, following)]
     of_next = "OF_NEXT" in asked
     first, last = homes[of_next]
@@ -219,13 +222,10 @@ def test_an_early_launch_reads_only_weights_before_its_wait_and_writes_nothing()
     waits = {"gdc_wait": lambda: before.__setitem__(0, False), "gdc_launch_dependents": lambda: None}
     builder = {"set_grid_idx": placed, "create_masked_load": loaded, "create_masked_store": stored}
     with (
-        interpreted(sums, small_m, int4_records),
         patch.multiple(int4_records, **waits),
         patch.multiple(InterpreterBuilder, **builder),
     ):
-        found = int4_records._launch_records(
-            int4_records.int4_records_kernel, x, packed, sums.counters(), "", 8, 1, EARLY=True
-        )
+        found = run(x, packed, EARLY=True)
     assert not before[0] and within(touched, packed)
     assert torch.equal(found, run(x, packed))
 
@@ -247,13 +247,22 @@ def test_the_records_kernel_refuses_more_rows_than_counters():
 def constants_of(n: int, k: int, rows: int, activation: str = "", early: bool = False) -> dict:
     found = shares(n, k, 132 * int4_records.TOGETHER[rows])
     asked = {"AHEAD": 0, "FIRST": 3 if early else 0, "OF_NEXT": 4096 if early else 0, "EARLY": early}
-    return {"N": n, "K": k, "PROGRAMS": found.programs, "BLOCK_M": rows, "ACTIVATION": activation, **asked}
+    blocks = {"BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 256}
+    return {
+        "N": n,
+        "K": k,
+        "PROGRAMS": found.count,
+        "SHARED": found.parts > 1,
+        "ACTIVATION": activation,
+        **blocks,
+        **asked,
+    }
 
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_three_programs_of_8_rows_fit_with_a_short_loop_and_one_barrier(arch, tmp_path):
-    kernel = int4_records.int4_records_kernel
+    kernel = int4_records.int4_records_small_m_kernel
     found = usage(kernel, TYPES, constants_of(5376, 21504, 8), arch, tmp_path, 8, registers=80)
     assert found.registers <= 80 and found.stack <= 16 and not {"LDL", "STL"} & set(found.loop)
     assert found.shared <= 100 * 1024 // 3 - 1024
@@ -265,7 +274,7 @@ def test_three_programs_of_8_rows_fit_with_a_short_loop_and_one_barrier(arch, tm
 @pytest.mark.whole
 @pytest.mark.parametrize("early", [False, True])
 def test_the_records_kernel_does_not_spill_with_16_rows_and_gates(early, tmp_path):
-    kernel = int4_records.int4_records_kernel
+    kernel = int4_records.int4_records_small_m_kernel
     for rows, activation in ((8, sums.GELU_TANH), (16, sums.GELU_TANH), (16, "")):
         constants = constants_of(43008, 5376, rows, activation, early and rows == 8)
         found = usage(kernel, TYPES, constants, 90, tmp_path, 8, registers=int4_records.REGISTERS[rows])
@@ -277,9 +286,38 @@ def test_the_records_kernel_does_not_spill_with_16_rows_and_gates(early, tmp_pat
 
 def test_an_early_launch_loads_weights_before_its_wait_and_inputs_after_it(tmp_path):
     """Only weights are loaded and prefetched before the wait, no memory that another launch writes."""
-    kernel = int4_records.int4_records_kernel
+    kernel = int4_records.int4_records_small_m_kernel
     ptx = usage(kernel, TYPES, constants_of(5376, 8192, 8, early=True), 90, tmp_path, 8, registers=80).ptx
     before, after = re.split(r"griddepcontrol\.wait;", ptx)
     assert "griddepcontrol.launch_dependents" in before
     assert before.count("cp.async.bulk.prefetch.L2") == 2 and "ld.global" in before
     assert "st.global" not in before and "atom" not in before and "atom" in after
+
+
+class Twice(nn.Module):
+    """Two products over records, of a weight whose tiles have one program each, and of one whose tiles are shared."""
+
+    def __init__(self):
+        super().__init__()
+        for name, k in (("narrow", 256), ("wide", 1024)):
+            self.register_buffer(name, records(*int4_weight(128, k)))
+        self.register_buffer("arrived", sums.counters())
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        product = int4_records.int4_records_small_m
+        return product(x * 2, self.narrow, self.arrived, 16), product(y * 2, self.wide, self.arrived, 16, sums.SILU)
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+def test_an_export_keeps_the_limits_of_registers_and_copies_no_weight():
+    rows = Dim("rows", min=2, max=16)
+    given = activations(4, 256), activations(4, 1024)
+    with counters_unchanged(), analyzed_once(), sums.made_for(1, False):
+        called, graph = lowered(Twice(), given, dynamic_shapes=({0: rows}, {0: rows}))
+    calls = [(name, arguments) for name, arguments in called if name.startswith("int4_records_small_m")]
+    assert [graph.blocks[name]["maxnreg"] for name, _ in calls] == [80, 128] * 2
+    assert [arguments[1] for _, arguments in calls] == ["narrow"] * 2 + ["wide"] * 2
+    assert all(arguments[3] == "arrived" for _, arguments in calls)
+    products = [entry["products"] for entry in graph.launches if entry["products"]]
+    assert [(each["weights"], each["iterations"]) for each in products] == [(64 * 256, 2), (64 * 256, 8)]
