@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 HARMLESS = ("tensor_data_layout", "rope.scaling.finetuned")
-"""Keys that do not change what is computed."""
+"""Keys that have no effect on the model's output."""
 
 
 class Implied(NamedTuple):
-    """``key`` is the metadata's key without the architecture's name, ``field`` the field of ``config.json``.
-    ``value`` is what the configuration implies: one value, or a list with one for each layer; None means that the
-    key is not compared. ``absent`` is the value that llama.cpp uses if the file lacks the key; None means that it
-    uses ``value``."""
+    """The value that a configuration implies for one key of the metadata. ``key`` is that key without the
+    architecture's name, ``field`` the field of ``config.json``. ``value`` is what the configuration implies: one value,
+    or a list with one for each layer; None means that the key is not compared. ``absent`` is the value that llama.cpp
+    uses if the file lacks the key; None means that it uses ``value``."""
 
     key: str
     field: str
@@ -26,7 +26,7 @@ class Implied(NamedTuple):
 
 
 def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
-    """``config`` is transformers' text configuration."""
+    """Yield the implied value of each key. ``config`` is transformers' text configuration."""
     windows = [window.tokens for window in layer_windows(config)]
     layers, full, sliding = config.per_layer_config, None, None
     for layer, window in zip(layers, windows, strict=True):
@@ -129,8 +129,8 @@ def _ropes(config: "PreTrainedConfig", width: int, narrow: int | None) -> Iterat
 
 
 def _rotated(rope: dict[str, Any], width: int) -> int:
-    """Return how many dimensions of a head are rotated. Gemma 4's proportional rope counts all, and gives some the
-    frequency 0."""
+    """Return how many dimensions of a head are rotated. With Gemma 4's proportional rope all are counted, and some have
+    the frequency 0."""
     if rope.get("rope_type") == "proportional":
         return width
     return int(width * (rope.get("partial_rotary_factor") or 1))

@@ -164,4 +164,4 @@ def test_random_weights_without_known_shapes_are_refused_in_one_line(tmp_path):
     _, line = fail_command(export_main, *given, "--random-weights")
     assert "--random-weights takes the shapes of weights in safetensors" in line and "/target has no" in line
     _, line = fail_command(export_main, *given, "--layers", 2)
-    assert "--layers 2 is for --random-weights: type both" in line
+    assert "--layers 2 needs --random-weights: type both" in line

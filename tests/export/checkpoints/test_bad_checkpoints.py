@@ -141,7 +141,7 @@ def test_a_folder_with_weights_in_another_format_is_refused_with_what_to_do(name
     line = refusal(read_headers, tmp_path)
     assert says in line and f"{tmp_path / 'model.safetensors'} is missing" in line
     line = refusal(read, tmp_path)
-    assert says in line or "wants a Hugging Face folder" in line
+    assert says in line or "takes a Hugging Face folder" in line
 
 
 def test_an_adapter_beside_the_weights_is_refused(target):
@@ -274,7 +274,7 @@ def test_a_sliding_window_that_differs_between_layers_is_refused(target):
         ({"layer_types": ["sliding_attention"]}, "layer_types is"),
         ({"dtype": "float17"}, 'dtype is "float17"'),
         ({"per_layer_config": 7}, "per_layer_config is 7"),
-        ({"rope_parameters": {}}, "rope_parameters has nothing for sliding_attention"),
+        ({"rope_parameters": {}}, "rope_parameters has no entry for sliding_attention"),
         ({"eagle_config": 1, "draft_vocab_size": 32000}, "type --draft"),
     ],
 )

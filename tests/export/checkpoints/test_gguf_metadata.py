@@ -211,7 +211,7 @@ def test_a_short_gguf_embedding_of_another_family_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("own", "files", "says"),
     [
-        ("A", {}, "brings a chat template, which is not read, and {folder} has none"),
+        ("A", {}, "has a chat template, which is not read, and {folder} has none"),
         ("A", {"chat_template.jinja": "A"}, None),
         ("A", {"chat_template.jinja": "B"}, "the chat template of {folder} is used"),
         ("A", {"tokenizer_config.json": json.dumps({"chat_template": "B"})}, "the chat template of {folder} is used"),

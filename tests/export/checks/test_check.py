@@ -78,7 +78,7 @@ def test_a_token_that_differs_from_the_eager_modules_is_named(speculator, plan, 
     said = check._tried(artifact, prompts)["generations"][0]["token_ids"]
     assert compare_tokens(speculator, prompts[0], said, 64) == 0
     wrong = [*said[:5], (said[5] + 1) % 2048, *said[6:]]
-    with pytest.raises(ValueError, match=f"at position {len(prompts[0]) + 5}, the module"):
+    with pytest.raises(ValueError, match=f"at position {len(prompts[0]) + 5}, the eager module"):
         compare_tokens(speculator, prompts[0], wrong, 64)
 
 
@@ -253,7 +253,7 @@ def test_the_warning_for_a_head_names_its_rope_and_the_command_that_measures_it(
     lines = check.likely_causes(plan, plan.checkpoint, 0.01)
     (rope,) = [line for line in lines if "RoPE" in line]
     assert f"({base:.10g})" in rope and f"type --draft-rope-theta {named}" in rope
-    assert lines[-1] == f"which of them it is, eagle3-fit {plan.checkpoint} {plan.draft.folder} measures"
+    assert lines[-1] == f"to measure which of them it is: eagle3-fit {plan.checkpoint} {plan.draft.folder}"
 
 
 def test_the_warning_does_not_suggest_a_measurement_that_is_impossible(plan):

@@ -28,5 +28,5 @@ def test_a_near_tied_proposal_is_accepted_and_a_far_one_is_a_fault(candidates):
     logits[second] = logits[best] - 0.1
     assert _is_best(ALL_TOKENS, logits, best, 7, TIE)
     assert not _is_best(ALL_TOKENS, logits, second, 7, TIE)
-    with pytest.raises(ValueError, match=f"proposes token {int(logits.argmin())} behind position 7"):
+    with pytest.raises(ValueError, match=f"proposes token {int(logits.argmin())} after position 7"):
         _is_best(ALL_TOKENS, logits, int(logits.argmin()), 7, TIE)

@@ -43,7 +43,7 @@ def test_copies_of_the_targets_tables_are_left_out_without_changing_the_head(nam
     folder, head = pair(name)
     plan = plan_of(name, folder, head)
     assert plan.draft.copies == BOTH and plan.draft.shares_lm_head and not plan.draft.has_embedding
-    assert draft_text(plan).endswith("(its embed_tokens and lm_head: the target's, a copy)")
+    assert draft_text(plan).endswith("(its embed_tokens and lm_head: copies of the target's)")
     monkeypatch.setattr("eagle3.export.planning.plan.without_copies", lambda draft, *_: draft)
     whole = plan_of(name, folder, head)
     assert whole.draft.has_embedding and not whole.draft.copies

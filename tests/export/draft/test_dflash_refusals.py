@@ -106,7 +106,7 @@ def test_keys_that_contradict_each_other_are_refused(keys, layer, says, folder, 
             {"own": {"projector_type": "griffin"}},
             "projector_type is 'griffin', a head of the DFlash family that is not",
         ),
-        ({"own": {"embedding_gate": True}}, "dflash_config has embedding_gate, which is not known of a DFlash"),
+        ({"own": {"embedding_gate": True}}, "dflash_config has embedding_gate, a key that is not known for a DFlash"),
         ({"own": {"target_hidden_size": 80}}, "target_hidden_size is 80, another than hidden_size"),
         ({"own": {"attention_mode": "mla"}}, "attention_mode is mla, which is not read"),
         (SLIDING | {"sliding_window": 4}, "sliding_window is 4, less than a block of block_size 5"),
@@ -184,7 +184,10 @@ def test_a_block_of_sixteen_proposals_is_exported_with_a_chain_of_fifteen_and_a_
     plan = plan_of(tmp_path, "head", max_prefill=32)
     assert (plan.draft.chain_len, plan.draft.longest_chain) == (16, 16)
     assert (plan.chain_len, plan.verify_rows) == (15, 16)
-    assert "the head's files suggest 16 draft tokens a round, 15 are the most: the chain length is 15" in plan.warnings
+    assert (
+        "the head's files suggest 16 draft tokens a round, but at most 15 are supported: the chain length is 15"
+        in plan.warnings
+    )
     assert not any(
         "draft tokens a round" in line for line in plan_of(tmp_path, "head", chain_len=7, max_prefill=32).warnings
     )
@@ -247,7 +250,7 @@ def test_contradictory_keys_on_the_first_proposing_row_are_refused(tmp_path):
 @pytest.mark.parametrize("keys", [{"enable_moe_block": True}, {"hidden_size_per_layer_input": 32}])
 def test_gemma4_layers_that_deepspecs_code_lacks_are_refused(keys, tmp_path):
     head = changed(GOLDEN / "dspark_deepspec_gemma4", tmp_path / "head", keys)
-    assert "layers with experts or with inputs of their own" in refusal(read_draft, head)
+    assert "layers with experts or with per-layer inputs" in refusal(read_draft, head)
 
 
 @pytest.mark.parametrize("named", ["XPressDraftModel", "XPressSpeculator"])

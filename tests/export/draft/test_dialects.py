@@ -306,7 +306,7 @@ def test_a_deepspec_head_is_read_with_its_chain_length_and_target(tmp_path):
 
 def test_deepspec_heads_of_other_layers_are_refused_by_name(tmp_path):
     two = write(tmp_path / "two", "deepspec", num_hidden_layers=2)
-    assert "num_hidden_layers is 2, but DeepSpec's own evaluation takes heads of one layer" in refusal(read_draft, two)
+    assert "num_hidden_layers is 2, but DeepSpec's own evaluation takes only heads of one layer" in refusal(read_draft, two)
     named = write(tmp_path / "named", "deepspec", architectures=["Gemma4Eagle3Model"], model_type="gemma4_text")
     assert "lacks layers.0.pre_feedforward_layernorm.weight: EAGLE-3 heads with Gemma 4's" in refusal(read_draft, named)
     more = {"layers.0.pre_feedforward_layernorm.weight": torch.ones(HIDDEN)}
@@ -315,7 +315,7 @@ def test_deepspec_heads_of_other_layers_are_refused_by_name(tmp_path):
     experts = shutil.copytree(GOLDEN / "gemma4_deepspec", tmp_path / "experts")
     config = json.loads((experts / "config.json").read_text())
     (experts / "config.json").write_text(json.dumps(config | {"enable_moe_block": True}))
-    assert "layers with experts or with inputs of their own" in refusal(read_draft, experts)
+    assert "layers with experts or with per-layer inputs" in refusal(read_draft, experts)
 
 
 @pytest.mark.parametrize("case", ["gemma4_deepspec", "gemma4_deepspec_values"])

@@ -56,15 +56,15 @@ def test_angelslims_heads_have_the_rope_base_of_their_training(keys, trained, tm
     differs = "1e+06" not in str(trained) and trained != keys.get("rope_theta")
     assert len(told) == differs
     if differs:
-        assert "rope_theta is 1000000, which AngelSlim's code takes no notice of" in told[0]
+        assert "rope_theta is 1000000, which AngelSlim's code ignores" in told[0]
         assert "has base 10000, as in training; type --draft-rope-theta file" in told[0]
 
 
 @pytest.mark.parametrize(
     ("dialect", "keys", "says"),
     [
-        ("safeailab", {}, "SafeAILab's code reads it where it runs a head"),
-        ("specforge", {}, "SpecForge's code reads it since 2025-10-30 and had base 10000 before"),
+        ("safeailab", {}, "SafeAILab's code reads it when it runs a head"),
+        ("specforge", {}, "SpecForge's code has read it since 2025-10-30 and used base 10000 before"),
         (
             "angelslim",
             {"target_model_type": None, "modal_type": None},
@@ -89,7 +89,7 @@ def test_a_head_published_by_angelslim_with_specforges_name_has_angelslims_rope_
     folder = write(tmp_path / "head", "specforge", rope_theta=1e6)
     draft = read_draft(folder, rope=RopeFlags(publisher="AngelSlim"))
     (line,) = [line for line in draft.warnings if "rope_theta" in line]
-    assert base(draft) == 1e4 and "which AngelSlim's code takes no notice of" in line
+    assert base(draft) == 1e4 and "which AngelSlim's code ignores" in line
     assert base(read_draft(folder, rope=RopeFlags(publisher="Tengyunw"))) == 1e6
     assert base(read_draft(folder, rope=RopeFlags(FILE, publisher="AngelSlim"))) == 1e6
     mrope = write(tmp_path / "mrope", "specforge", rope_theta=1e6, rope_scaling=MROPE)

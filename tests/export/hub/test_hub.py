@@ -166,8 +166,8 @@ def test_missing_files_offline_are_refused_with_the_reason(said, how, hub_pair, 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "offline")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     line = refused("--checkpoint", TARGET, "--draft", HEAD, *CPU)
-    assert said in line and f"--checkpoint {TARGET}: no such path is here" in line
-    assert "it is not whole in the cache" in line
+    assert said in line and f"--checkpoint {TARGET}: no such path exists here" in line
+    assert "does not hold it completely" in line
 
 
 def test_a_revision_is_its_own_checkpoint_and_its_commit_is_recorded(hub_pair, tmp_path):

@@ -250,7 +250,7 @@ def test_an_output_folder_with_an_invalid_parent_is_refused_at_once(tmp_path, mo
     with pytest.raises(OSError, match="--output-dir"):
         check_output(tmp_path / "loop", overwrite=False)
     monkeypatch.setattr(output_folder.os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(PermissionError, match=f"may not read or write {tmp_path}: .* --output-dir"):
+    with pytest.raises(PermissionError, match=f"has no permission for {tmp_path}: .* --output-dir"):
         check_output(tmp_path / "a" / "out", overwrite=False)
     assert not (tmp_path / "a").exists()
 

@@ -118,4 +118,4 @@ def test_verbose_lists_the_patches_of_an_export(tmp_path, monkeypatch):
     with replaced("torch.accelerator.is_available", torch.accelerator.is_available):
         said.append(run_command(export_main, *export, "--verbose").stderr)
     assert "replaced for this export" not in said[0]
-    assert "replaced for this export: torch.accelerator.is_available: it would ask the GPU" in said[2]
+    assert "replaced for this export: torch.accelerator.is_available: it would query a GPU" in said[2]

@@ -80,7 +80,7 @@ def test_a_peagle_with_more_rows_than_the_small_m_kernel_has_no_fused_rounds():
     unquantized = replace(quantized, draft_qlinear=None)
     assert fused_rounds(quantized, draft, 4, 1)[0] and fused_rounds(unquantized, draft, 5, 1)[0]
     there, [line] = fused_rounds(quantized, draft, 5, 1)
-    assert not there and "a P-EAGLE of 5 tokens has 10 rows in it, its quantized linears take 8" in line
+    assert not there and "a P-EAGLE of 5 tokens has 10 rows in that method, but its quantized linears take 8" in line
     with pytest.raises(ValueError, match="--speculate: a P-EAGLE .*: type --no-speculate"):
         fused_rounds(replace(quantized, speculate=True), draft, 5, 1)
     assert fused_rounds(quantized, draft, 5, 1, verify_rows=9)[0]  # whose kernels take 16

@@ -170,7 +170,7 @@ def test_experts_are_quantized_and_their_routers_are_not(name):
         (("--qlinear", "default"), "none, 8da4w, 8da8w"),
         (("--draft-qlinear", "sensitive"), "none, 8da4w, 8da8w"),
         (("--backend", "cuda", "--qlinear", "8da4w"), "none, default, sensitive"),
-        (("--backend", "cuda", "--qembedding", "8w"), "means nothing to --backend cuda"),
+        (("--backend", "cuda", "--qembedding", "8w"), "has no effect with --backend cuda"),
         (("--group-size", 64), "--group-size 64 is for 8da4w: type --qlinear 8da4w"),
         (("--qlinear", "8da4w", "--group-size", 48), "q_proj takes 256 inputs, .* type --group-size 32, 64, 128, 256"),
         (("--draft-qlinear", "8da4w", "--group-size", 512), "fc takes 768 inputs"),
