@@ -33,7 +33,7 @@ class BackendEntry:
     small_recipe: str | None = None
     """The recipe that a warning suggests for a large target if the default does not quantize it."""
     fuses_below: float = 0
-    """By default the method ``speculate``, a fused round, is exported if the target's checkpoint has fewer bytes than
+    """The method ``speculate``, a fused round, is exported by default if the target's checkpoint has fewer bytes than
     this. That method saves the fixed costs of a round's calls; it takes time to export and space in the file."""
     fast_rows: Mapping[str, int] = field(default_factory=dict)
     """The number of rows that the kernels compute in one pass, by recipe; adding rows up to this number costs nothing.

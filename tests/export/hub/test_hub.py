@@ -318,7 +318,7 @@ def named(hub_pair, monkeypatch):
 def test_a_named_targets_repositories_are_fetched_only_with_download(named):
     named_flags = ("--target-model", "qwen3-4B", *CPU)
     line = refused(*named_flags)
-    assert "Qwen/Qwen3-4B (10.8 MB) and AngelSlim/Qwen3-4B_eagle3 (3.8 MB), not in the cache" in line
+    assert "Qwen/Qwen3-4B (10.8 MB) and AngelSlim/Qwen3-4B_eagle3 (3.8 MB), which the cache lacks" in line
     assert "--download to fetch 14.6 MB" in line
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*"))
     given = flags(None, None, "qwen3-4B")
@@ -331,7 +331,7 @@ def test_a_named_targets_repositories_are_fetched_only_with_download(named):
 
 def test_a_named_target_accepts_an_own_checkpoint_with_a_head_of_its_entry(named):
     given = flags(TINY.checkpoint, None, "qwen3-4B")
-    with pytest.raises(FileNotFoundError, match=r"takes AngelSlim/Qwen3-4B_eagle3 \(3.8 MB\), not in the cache"):
+    with pytest.raises(FileNotFoundError, match=r"takes AngelSlim/Qwen3-4B_eagle3 \(3.8 MB\), which the cache lacks"):
         find_sources(given)
     (head,) = find_sources(flags(TINY.checkpoint, "1", "qwen3-4B")).missing
     assert head.name == HubName("AngelSlim/Qwen3-4B_eagle3")
