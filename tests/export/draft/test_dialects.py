@@ -306,7 +306,9 @@ def test_a_deepspec_head_is_read_with_its_chain_length_and_target(tmp_path):
 
 def test_deepspec_heads_of_other_layers_are_refused_by_name(tmp_path):
     two = write(tmp_path / "two", "deepspec", num_hidden_layers=2)
-    assert "num_hidden_layers is 2, but DeepSpec's own evaluation takes only heads of one layer" in refusal(read_draft, two)
+    assert "num_hidden_layers is 2, but DeepSpec's own evaluation takes only heads of one layer" in refusal(
+        read_draft, two
+    )
     named = write(tmp_path / "named", "deepspec", architectures=["Gemma4Eagle3Model"], model_type="gemma4_text")
     assert "lacks layers.0.pre_feedforward_layernorm.weight: EAGLE-3 heads with Gemma 4's" in refusal(read_draft, named)
     more = {"layers.0.pre_feedforward_layernorm.weight": torch.ones(HIDDEN)}
@@ -417,9 +419,9 @@ def refusal(call, *args) -> str:
             "safeailab",
             random_head(),
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5e5},
-            "rope_theta beside a linear rope_scaling is 500000.0, which SafeAILab's code takes no notice of",
+            "rope_theta beside a linear rope_scaling is 500000.0, which SafeAILab's code ignores",
         ),
-        ("specforge", random_head(), {"partial_rotary_factor": 0.5}, "which SpecForge's code takes no notice of"),
+        ("specforge", random_head(), {"partial_rotary_factor": 0.5}, "which SpecForge's code ignores"),
         ("specforge", random_head(), {"rope_scaling": YARN | {"truncate": False}}, "truncate is False"),
         ("angelslim", random_head(), {"logit_scale": 0}, "logit_scale is 0"),
         ("angelslim", random_head(), {"architectures": "Eagle3LlamaForCausalLM"}, "architectures"),

@@ -277,7 +277,7 @@ def test_an_assistants_epsilon_that_is_no_number_is_refused(folder, tmp_path):
 
 def test_an_assistant_config_that_transformers_rejects_is_refused_in_one_line(folder, tmp_path):
     head = changed(folder / "tied", tmp_path / "head", {"hidden_size_per_layer_input": 32})
-    assert "transformers reads no assistant of it" in refusal(read_draft, head)
+    assert "transformers cannot read it as an assistant" in refusal(read_draft, head)
 
 
 def test_gemma4_assistants_are_listed_with_published_heads():

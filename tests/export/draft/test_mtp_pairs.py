@@ -245,7 +245,7 @@ def test_mtp_heads_are_listed_with_published_heads():
         ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 8, "use_sliding_window": True}, {}, "sliding"),
         ({"num_attention_heads": 8}, {}, "is [128, 64], but config.json implies [256, 64]"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "dynamic"),
-        ({}, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2, but MTP heads of one layer"),
+        ({}, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2, but only MTP heads of one layer"),
         ({}, {"transformer_layer_config": None}, "has no transformer_layer_config"),
         ({}, {"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]}, "is an MTP head in a form"),
         ({}, {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]}, "has no fc.weight"),

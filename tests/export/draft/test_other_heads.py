@@ -53,10 +53,10 @@ def test_a_griffin_head_is_refused_by_its_fusion(tmp_path):
 def test_an_independent_draft_model_is_refused(tmp_path):
     small = save(tmp_path / "small", LLAMA, "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight")
     line = refusal(read_draft, small)
-    assert f"if it is the target, type --checkpoint {small}; independent models are not drafted with" in line
+    assert f"if it is the target, type --checkpoint {small}; independent draft models are not supported" in line
     pard = save(tmp_path / "pard", LLAMA | {"pard_token": 5}, "model.layers.0.self_attn.q_proj.weight")
     line = refusal(read_draft, pard)
-    assert f"{pard} is a PARD model (pard_token in config.json): independent models are not drafted with" in line
+    assert f"{pard} is a PARD model (pard_token in config.json): independent draft models are not supported" in line
     assert read_draft(write(tmp_path / "head", "sglang", pard_token=5)).kind == "EAGLE-3"
 
 
@@ -85,20 +85,20 @@ def test_a_target_whose_mtp_layer_has_unknown_names_gets_a_message(tmp_path):
     name = "model.mtp_layers.0.input_proj.weight"
     target = changed(llama, tmp_path / "target", tensors={name: torch.zeros(64, 128)})
     line = refusal(plan_of, target)
-    assert f"--draft mtp: {target} has an MTP layer of a form that is not read ({name})" in line
+    assert f"--draft mtp: {target} has an MTP layer of an unsupported form ({name})" in line
     line = refusal(read_draft, target)
-    assert "is a llama model with an MTP layer of a form that is not read, no head by itself" in line
+    assert "is a llama model with an MTP layer of an unsupported form, no head by itself" in line
 
 
 # --- other files
 
 
 def test_a_gguf_head_is_refused_with_a_request_for_its_original_checkpoint(tmp_path):
-    asks = "GGUF heads are not read: type --draft with the checkpoint that it was converted from"
+    asks = "GGUF heads are not read: type --draft with the checkpoint that the head was converted from"
     folder = tmp_path / "head"
     folder.mkdir()
     (folder / "eagle3.gguf").write_bytes(b"GGUF")
-    assert f"{folder} has GGUF weights alone (eagle3.gguf): {asks}" in refusal(read_draft, folder)
+    assert f"{folder} has only GGUF weights (eagle3.gguf): {asks}" in refusal(read_draft, folder)
     (folder / "config.json").write_text(json.dumps(LLAMA))
     assert asks in refusal(read_draft, folder)
     target = save_target(tmp_path / "target", "qwen3")
