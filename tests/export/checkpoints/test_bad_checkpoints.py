@@ -1,5 +1,5 @@
-"""Any fault in a checkpoint's files is reported in one line that names the file and what to do, not by an error of
-Python."""
+"""Any fault in a checkpoint's files is reported in one line that names the file and the remedy, not by a Python
+traceback."""
 
 import json
 import os
@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def target(tmp_path) -> Path:
-    """A copy of the shipped target to spoil."""
+    """Return a copy of the shipped target, which a test may damage."""
     return Path(shutil.copytree(TINY.checkpoint, tmp_path / "target"))
 
 
@@ -46,7 +46,7 @@ def read(folder: Path, name: str = "gemma4-tiny"):
 
 
 def refusal(call, *args) -> str:
-    """Return the line that a user would see. An error that no check of ours raises fails the test."""
+    """Return the line that a user would see. The test fails for an error that is not one of this package's refusals."""
     with pytest.raises((ValueError, OSError)) as refused:
         call(*args)
     line = one_line(refused.value)
@@ -361,7 +361,7 @@ def _paths(config: dict, above: tuple[str, ...] = ()):
     ("name", "which"),
     [("gemma4-31B", "target"), ("llama3.1-8B", "target"), ("qwen3-4B", "target"), ("llama3.1-8B", "draft")],
 )
-def test_no_spoiled_field_raises_an_error_that_is_not_ours(name, which, checkpoints, tmp_path):
+def test_no_spoiled_field_raises_an_unexpected_error(name, which, checkpoints, tmp_path):
     model, folder = checkpoints(name)
     folders = {
         "target": Path(shutil.copytree(folder, tmp_path / "target")),

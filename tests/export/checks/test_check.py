@@ -84,7 +84,7 @@ def test_a_token_that_differs_from_the_eager_modules_is_named(speculator, plan, 
 
 @pytest.mark.parametrize("linear", ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"])
 def test_a_wrong_linear_is_more_than_a_near_tie_of_quantized_activations(quantized, linear):
-    """A linear whose rows are in a wrong order is found."""
+    """The check finds a linear whose rows are in a wrong order."""
     speculator, pairs = quantized
     for prompt, said in pairs:
         compare_tokens(speculator, prompt, said, 64, near_tie("8da4w"))
@@ -115,7 +115,7 @@ def random_weights(tmp_path_factory):
 
 
 def test_the_tolerance_is_the_effect_of_quantized_activations_on_this_models_logits(quantized, random_weights, plan):
-    """Chunks are compared with steps, which round as differently as a lowering does."""
+    """Chunks are compared with steps, whose rounding differs as much as that of a lowering."""
     speculator, own, tie, *_ = random_weights
     assert near_tie("8da4w") < tie < 0.3
     margins = []
@@ -233,7 +233,7 @@ def test_an_export_with_nan_weights_fails_before_tracing(which, name, tmp_path):
 
 
 def test_a_random_head_gets_the_warning_after_a_real_export(tmp_path):
-    """Export and check a random head on the real target, the case for which the warning is made."""
+    """Export and check a random head on the real target, the case that the warning is for."""
     from transformers import AutoConfig
 
     from eagle3.runner.rounds.loop import complete

@@ -12,8 +12,8 @@ ALL_TOKENS = SimpleNamespace(draft=SimpleNamespace(ids_in_target=lambda: None))
 
 
 def logits_of(candidates: int, vocabulary: int = 150_000) -> torch.Tensor:
-    """Return scores with a standard deviation of 2.5; with ``candidates``, all other tokens are one below the least of
-    them."""
+    """Return scores with a standard deviation of 2.5; with ``candidates``, all other tokens have the smallest of these
+    scores, less one."""
     scores = 2.5 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))
     if candidates:
         best = scores.topk(candidates)

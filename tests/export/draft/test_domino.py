@@ -39,7 +39,8 @@ def renamed(name: str, folder, prefix: str):
 @pytest.mark.parametrize("prefix", ["", "logit_head.", "model.", "model.logit_head."])
 @pytest.mark.parametrize("named", ["DominoDraftModel", "DFlashDraftModel"])
 def test_a_domino_is_read_by_its_projector_type_whatever_its_class_and_prefix(named, prefix, tmp_path):
-    """SpecForge names the class Domino, the authors and ModelOpt DFlash. Early checkpoints had a ``logit_head``."""
+    """SpecForge names the class after Domino, the authors and ModelOpt after DFlash. Early checkpoints had a
+    ``logit_head``."""
     head = changed(renamed("domino", tmp_path / "named", prefix), tmp_path / "head", {"architectures": [named]})
     case = Case(head)
     assert read_whole(head).kind == DOMINO

@@ -98,7 +98,7 @@ def test_a_vocabulary_map_that_contradicts_itself_is_refused(change, says, head)
 def test_a_vocabulary_map_beyond_the_targets_ids_or_with_a_repeated_id_is_refused(draft_id, target_id, ids, head):
     folder = head()
     tensors, _ = ids_of(folder)
-    del tensors["t2d"]  # which would show it too
+    del tensors["t2d"]  # since t2d would show the fault too
     tensors["d2t"][draft_id] = target_id - draft_id
     save_file(tensors, folder / "model.safetensors")
     assert f"d2t maps draft ids to {ids} them twice, but must map to different ids in 0..95" in refusal(folder)

@@ -1,4 +1,5 @@
-"""An EAGLE head has the RoPE and the windows of its trainer's code, whatever its file says; a flag overrides both."""
+"""An EAGLE head has the RoPE and the windows of its trainer's code, even if its file names others; a flag overrides
+both."""
 
 import json
 
@@ -43,9 +44,9 @@ COSYVOICE = {"architectures": ["CosyVoice3Eagle3LlamaForCausalLM"], "target_mode
         ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e4),
         (COSYVOICE | {"rope_theta": 1e6}, 1e4),
         (OF_QWEN3 | {"rope_scaling": MROPE}, 1e6),
-        (OF_QWEN3 | {"rope_scaling": MROPE | {"rope_type": "default"}}, 1e6),  # as transformers writes it again
+        (OF_QWEN3 | {"rope_scaling": MROPE | {"rope_type": "default"}}, 1e6),  # as transformers rewrites the file
         (OF_QWEN3 | {"rope_scaling": INTERLEAVED}, 1e6),
-        (OF_QWEN3 | {"rope_scaling": LLAMA3}, 1e6),  # which AngelSlim cannot have trained
+        (OF_QWEN3 | {"rope_scaling": LLAMA3}, 1e6),  # AngelSlim cannot have trained this head
         ({"rope_theta": 1e4}, 1e4),
     ],
 )

@@ -39,7 +39,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 class Recorded(ThreeMethods):
-    """A session that keeps the proposals of each round, by the position of its first token."""
+    """A session that records the proposals of each round, by the position of its first token."""
 
     def __init__(self, session):
         super().__init__(session)
@@ -197,11 +197,11 @@ def test_on_cuda_the_linears_of_an_mtp_head_use_the_small_m_kernels(model_type, 
         program = trace(speculator, plan.method(DRAFT_DECODE), plan.draft.hidden_size, cuda.dtype)
     counted = check_linears(DRAFT_DECODE, program)
     fused = [node for node in program.graph.nodes if "experts" in str(node.target) and node.op == "call_function"]
-    # eh_proj, the layer (of one with experts the shared one's MLP), lm_head
+    # eh_proj, the layer (for one with experts, the shared expert's MLP), lm_head
     assert counted == {"small_m": 9, "large_m": 0, "dequantize": 0} and len(fused) == (model_type == "glm4_moe")
 
 
-# --- what is chosen and said
+# --- defaults and output
 
 
 def test_draft_may_be_omitted_if_the_checkpoint_has_an_mtp_layer(glm, qwen):

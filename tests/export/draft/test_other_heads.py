@@ -1,4 +1,4 @@
-"""A head of an unsupported kind or form, and a checkpoint that is no head, are refused in one line that names them."""
+"""A head of an unsupported kind or form, and a checkpoint that is no head, are refused in one line that says so."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ LLAMA = FLAT | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}
 
 
 def save(folder: Path, config: dict, *names: str, file: str = "model.safetensors") -> Path:
-    """Write a checkpoint of tensors with these names; without names, the file must not be opened."""
+    """Write a checkpoint of tensors with these names. Without names the file is invalid, so that opening it fails."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     if names:
@@ -65,7 +65,7 @@ def test_an_independent_draft_model_is_refused(tmp_path):
 
 @pytest.mark.parametrize("layer", ["model.layers.0.", "model.layers.61."])
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLMNextN", "DeepseekV3ForCausalLM"])
-def test_an_export_of_the_mtp_layer_alone_asks_for_its_target(layer, architecture, tmp_path):
+def test_an_export_of_only_the_mtp_layer_asks_for_its_target(layer, architecture, tmp_path):
     config = {"model_type": "deepseek_v3", "architectures": [architecture], "num_hidden_layers": 61}
     names = [f"{layer}{name}.weight" for name in ("eh_proj", "enorm", "self_attn.kv_b_proj")]
     line = refusal(read_draft, save(tmp_path / "head", config, "model.embed_tokens.weight", *names))

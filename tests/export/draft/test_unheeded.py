@@ -105,7 +105,7 @@ def test_ignored_keys_are_accepted_if_the_dialect_is_given(tmp_path):
     plain = {"norm_before_residual": False, "norm_output": False, "rope_scaling": None, "use_last_layernorm": True}
     assert read_draft(write(tmp_path / "plain", "safeailab", **plain)).dialect == "safeailab"
     flagged = write(tmp_path / "flagged", "safeailab", norm_before_residual=True)
-    assert read_draft(flagged, norm_before_residual=True).norm_before_residual  # a flag decides, nobody is asked
+    assert read_draft(flagged, norm_before_residual=True).norm_before_residual  # the flag decides, without an error
     assert not read_draft(flagged, norm_before_residual=False).norm_before_residual
 
 

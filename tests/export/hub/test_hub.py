@@ -35,7 +35,7 @@ def refused(*args) -> str:
     result = CliRunner().invoke(export_main, [str(arg) for arg in args])
     assert result.exit_code == 1
     assert not any(Path.cwd().iterdir())
-    line = result.stderr.splitlines()[-1]  # the library's bars and the twin check's line may come before
+    line = result.stderr.splitlines()[-1]  # progress bars and the twin check's line may come before
     assert line.startswith("Error: ")
     return line
 
@@ -96,7 +96,7 @@ def test_only_files_that_an_export_reads_are_downloaded(hub, tmp_path):
     )
 
 
-def test_of_a_sharded_checkpoint_the_files_of_its_index_are_downloaded(hub_pair, tmp_path):
+def test_the_files_in_the_index_of_a_sharded_checkpoint_are_downloaded(hub_pair, tmp_path):
     folder = Path(shutil.copytree(TINY.checkpoint, tmp_path / "sharded"))
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -137,7 +137,7 @@ def test_cached_files_are_used_offline(hub_pair, monkeypatch):
 
 @pytest.fixture
 def left_by_another_tool(hub_pair):
-    """A cache left by a tool that fetches single files, without the list of the repository's files."""
+    """A cache made by a tool that fetches single files and does not store the list of the repository's files."""
     fetched(flags(TINY.checkpoint))
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         hf_hub_download(TARGET, name)
@@ -249,12 +249,12 @@ def test_a_download_whose_length_differs_from_the_header_is_refused(told, hub_pa
 
 def test_a_download_whose_length_differs_from_the_listing_is_refused(hub_pair):
     hub_pair.listed_sizes["model.safetensors"] = 20_000_000
-    for _ in range(2):  # what came stays in the cache
+    for _ in range(2):  # the downloaded file stays in the cache
         line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU)
         assert "has 10706092 bytes, the hub lists 20000000" in line and "remove " in line
 
 
-def test_a_header_of_more_than_the_file_has_is_refused_in_a_dry_run(hub_pair):
+def test_a_header_of_more_bytes_than_the_file_has_is_refused_in_a_dry_run(hub_pair):
     hub_pair.told_sizes["model.safetensors"] = 1000
     line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU, "--dry-run")
     assert "has 1000 bytes on the hub, its header describes" in line
@@ -359,7 +359,7 @@ def test_a_gguf_file_on_the_hub_uses_the_config_of_another_repository(split, hub
     assert len(list(here.checkpoint.parent.glob("*.gguf"))) == 1 + split
     assert names_in(here.config_folder) == KEPT
     assert here.as_json()["checkpoint"] == f"org/tiny-GGUF@{commit_of(folder)}:{name}"
-    if not split:  # what is here now is planned without being asked
+    if not split:  # the downloaded files are planned without --download
         run_command(export_main, *given, "--dry-run")
 
 
@@ -466,7 +466,7 @@ def test_every_target_entry_names_repositories_in_the_right_form():
 
 @pytest.mark.whole
 def test_the_hubs_environment_variables_are_used(hub_pair, tmp_path):
-    """HF_ENDPOINT, HF_HOME and HF_TOKEN are tried in a process of its own."""
+    """HF_ENDPOINT, HF_HOME and HF_TOKEN are set in a separate process."""
     hub_pair.gated.add(TARGET)
     heeded = {"HF_ENDPOINT": hub_pair.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
     command = [sys.executable, "-m", "eagle3.export.cli", "--checkpoint", TARGET, "--draft", HEAD, *CPU[:2], "--json"]

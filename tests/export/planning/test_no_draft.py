@@ -39,7 +39,7 @@ def lengths(config):
 
 
 def test_without_a_head_there_are_three_methods_and_the_longest_windows_of_the_kernels():
-    rows = BACKENDS["xnnpack"].fast_rows  # of this processor
+    rows = BACKENDS["xnnpack"].fast_rows  # the number depends on the processor
     assert lengths(NONE) == {"prefill": (9, 64), "target_verify": (2, rows["none"]), "decode": (1, 1)}
     assert lengths(replace(NONE, qlinear="8da4w"))["target_verify"] == (2, rows["8da4w"])
     assert lengths(replace(NONE, backend="cuda", cuda_arch="sm_90"))["target_verify"] == (2, 8)
@@ -48,7 +48,7 @@ def test_without_a_head_there_are_three_methods_and_the_longest_windows_of_the_k
         "target_verify": (2, 16),
         "decode": (1, 1),
     }
-    assert "decode" not in lengths(replace(NONE, with_forward=True))  # ExecuTorch's runner would call it
+    assert "decode" not in lengths(replace(NONE, with_forward=True))  # ExecuTorch's runner would call ``decode``
 
 
 def test_a_window_longer_than_the_chain_changes_only_the_bounds_of_prefill():
