@@ -25,7 +25,7 @@ _MODULES |= {"ExportConfig": "configuration.config"}
 
 
 def __getattr__(name: str) -> object:
-    """Import a name, and torch with it, when it is first used. Importing this package alone takes no time."""
+    """Import a public name, and with it torch, on its first use. Importing this package alone takes no time."""
     if name == "__version__":
         return importlib.metadata.version("eagle3-export")
     if name not in _MODULES:

@@ -50,8 +50,8 @@ def _list_targets(as_json: bool) -> None:
 
 
 def _list_drafts(as_json: bool) -> None:
-    """Print each kind of draft head with what it takes as input, and the published heads of that kind. A head that a
-    target's entry names is EAGLE-3's, unless another kind lists it."""
+    """Print each kind of draft head with its inputs and the published heads of that kind. A head that a target's entry
+    names is EAGLE-3's, unless another kind lists it."""
     listed = {head for kind in KINDS.values() for head in kind.published}
     named = (head for spec in TARGETS.values() for head in spec.heads if head not in listed)
     heads = {name: list(kind.published) for name, kind in KINDS.items()}
@@ -89,7 +89,7 @@ HEADINGS = {
     "output_dir": "Output and backend",
     "chain_len": "Lengths",
     "qlinear": "Quantization",
-    "aux_layers": "Draft heads whose files leave something open",
+    "aux_layers": "Overrides of the draft head's files",
     "logits": "Methods",
     "check": "Checks and dry runs",
     "list_drafts": "Lists",
@@ -123,7 +123,7 @@ HEADINGS = {
 @click.option(
     "--download",
     is_flag=True,
-    help="Fetch what the cache lacks of the target's own repositories. Names that you type are fetched anyway.",
+    help="Fetch the target's own repositories where the cache lacks them. Names that you type are fetched anyway.",
 )
 @click.option(
     "--output-dir",
@@ -139,9 +139,9 @@ HEADINGS = {
     show_default=True,
     help="; ".join(f"{name} is {backend.summary}" for name, backend in BACKENDS.items()) + ".",
 )
-@click.option("--cuda-arch", type=NameChoice(list(BY_ARCH)), help="The GPU to compile for. Default: the one at hand.")
+@click.option("--cuda-arch", type=NameChoice(list(BY_ARCH)), help="The GPU to compile for. Default: this machine's.")
 @click.option(
-    "--chain-len", type=click.IntRange(1, LONGEST_CHAIN), help="Draft tokens a round. Default: what the draft suggests."
+    "--chain-len", type=click.IntRange(1, LONGEST_CHAIN), help="Draft tokens a round. Default: the head's own number."
 )
 @click.option(
     "--verify-rows",
@@ -153,13 +153,14 @@ HEADINGS = {
     "--max-seq-len",
     type=click.IntRange(16),
     help="The longest context in tokens: the slots of the KV caches. "
-    "Default: 4096, or what the target knows if that is less.",
+    "Default: 4096, or the target's own limit if that is less.",
 )
 @click.option("--max-prefill", type=click.IntRange(1), help="Longest prefill chunk, in tokens.")
 @click.option(
     "--draft-window",
     type=click.IntRange(2),
-    help="Let an EAGLE head attend to this many tokens alone, where it was trained on shorter texts than the context.",
+    help="Let an EAGLE head attend to this many of the last tokens only, if it was trained on texts shorter than the "
+    "context.",
 )
 @click.option(
     "--qlinear",
@@ -207,34 +208,34 @@ HEADINGS = {
 @click.option(
     "--aux-convention",
     type=click.Choice(["input", "output"]),
-    help="Whether a layer id means that layer's input (vLLM, speculators) or its output (SGLang, TensorRT-LLM). "
+    help="The meaning of a layer id: that layer's input (vLLM, speculators) or its output (SGLang, TensorRT-LLM). "
     "Default: the meaning in the draft's dialect.",
 )
 @click.option(
     "--draft-dialect",
     type=click.Choice(list(DIALECTS)),
-    help="The system whose files the draft head has. Default: the first that recognizes them.",
+    help="The system that wrote the draft head's files. Default: the first dialect that recognizes them.",
 )
 @click.option("--norm-before-residual", type=bool, help="Override norm_before_residual of the draft's config.json.")
 @click.option(
     "--draft-rope-theta",
     type=NumberOrFile(0, min_open=True),
     metavar="BASE|file",
-    help="The base of an EAGLE head's RoPE; file takes rope_theta of its config.json. Default: what its trainer's code "
-    "had.",
+    help="The base of an EAGLE head's RoPE; file takes rope_theta of its config.json. Default: the value in its "
+    "trainer's code.",
 )
 @click.option(
     "--draft-partial-rotary",
     type=NumberOrFile(0, 1, min_open=True),
     metavar="PART|file",
-    help="The part of each head of an EAGLE head's attention that RoPE applies to; file takes partial_rotary_factor of "
-    "its config.json. Default: what its trainer's code had.",
+    help="The part of an EAGLE head's attention dimensions that RoPE rotates, up to 1; file takes "
+    "partial_rotary_factor of its config.json. Default: the value in its trainer's code.",
 )
 @click.option(
     "--read",
     multiple=True,
     metavar="FIELD=VALUE",
-    help="Read a field of the draft head in another way than its files say; eagle3-fit names fields and values.",
+    help="Override how a field of the draft head is read; eagle3-fit lists fields and values.",
 )
 @click.option(
     "--logits/--no-logits",
@@ -257,30 +258,30 @@ HEADINGS = {
     "--check/--no-check",
     default=True,
     show_default=True,
-    help="Run a few prompts through the finished artifact where the backend runs here, and compare the tokens with the "
+    help="Run a few prompts through the finished artifact, if this machine can run it, and compare the tokens with the "
     "eager module's.",
 )
 @click.option(
     "--fit/--no-fit",
     default=None,
-    help="Measure how the draft head is to be read, by what the target accepts of it. Default: where it takes under a "
-    "minute.",
+    help="Measure with which reading of its files the draft head's tokens are accepted most. Default: if that takes "
+    "under a minute.",
 )
 @click.option("--fit-only", is_flag=True, help="Measure, print what eagle3-fit prints, and export nothing.")
 @click.option(
     "--text",
     type=click.Path(path_type=Path),
-    help="What to measure on: a text, or a .jsonl of prompts. Default: texts that ship.",
+    help="The text to measure on, or a .jsonl of prompts. Default: texts that come with the package.",
 )
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print what would be done. Only configurations and tensor headers are read, from the hub too.",
+    help="Print the plan and make no artifact. Only configurations and tensor headers are read, from the hub too.",
 )
 @click.option(
     "--random-weights",
     is_flag=True,
-    help="Take only the shapes from both checkpoints, and random values, to try an export without any weights.",
+    help="Take only shapes from both checkpoints and make random values, to try an export without any weights.",
 )
 @click.option(
     "--layers",
@@ -288,8 +289,14 @@ HEADINGS = {
     help="With --random-weights: export a target of this many layers, with every kind of layer kept.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
-@click.option("--list-drafts", is_flag=True, help="Print the kinds of draft heads that are read; --json too.")
-@click.option("--list-targets", is_flag=True, help="Print the targets, their repositories and draft heads; --json too.")
+@click.option(
+    "--list-drafts", is_flag=True, help="Print the supported kinds of draft heads, with --json as one object."
+)
+@click.option(
+    "--list-targets",
+    is_flag=True,
+    help="Print the targets, their repositories and draft heads, with --json as one object.",
+)
 @version_option
 def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, **flags: Any) -> None:
     """Export a target model and its EAGLE-3 draft head as one ExecuTorch file.

@@ -57,11 +57,12 @@ def export(config: ExportConfig, *, download: bool = False, progress: Progress |
         config: the command's flags
         download: fetch what the hub's cache lacks of the target's own repositories; repositories that ``config`` names
             are fetched in any case
-        progress: prints a line a stage on stderr, and keeps their times; None for a new one
+        progress: prints a line per stage on stderr, and keeps the stages' times; None makes a new one
 
     Raises:
         FileNotFoundError, FileExistsError: a checkpoint is missing, or the output folder is in use
-        ValueError: the flags, the target and the draft head do not fit each other, or this machine cannot make it
+        ValueError: the flags, the target and the draft head do not fit each other, or this machine cannot make the
+            artifact
         OSError: the hub or the disk failed
     """
     if config.dry_run:
@@ -85,7 +86,7 @@ def prepare(config: ExportConfig, *, download: bool = False, progress: Progress 
 
 @contextmanager
 def weights_at_hand(config: ExportConfig, download: bool) -> Iterator["Plan"]:
-    """Yield the plan of an export that is not made, while its weights are on this machine. Arguments and errors are
+    """Yield a plan whose weights are on this machine, for a measurement without an export. Arguments and errors are
     those of ``export``; neither a GPU nor an output folder is needed."""
     from eagle3.export.planning.plan import make_plan
 
@@ -102,7 +103,8 @@ def weights_at_hand(config: ExportConfig, download: bool) -> Iterator["Plan"]:
 @contextmanager
 def _prepared(config: ExportConfig, download: bool, progress: Progress) -> Iterator[Prepared]:
     """Yield the plan; the files that it names exist until the context ends. Headers stand in for weights that are not
-    needed. They also stand in until all other checks have passed, so that a wrong pair is not downloaded."""
+    needed. If the checks need headers only, weights are downloaded after the checks, so that a wrong pair is not
+    downloaded."""
     config = settled(config)
     sources, twin = find_sources(config, download), None
     if sources.missing and (download or config.reads_weights):
@@ -136,7 +138,7 @@ def _random(config: ExportConfig) -> AbstractContextManager[ExportConfig]:
 
 
 def _checked(config: ExportConfig, sources: Sources, progress: Progress, twin: Twin | None = None) -> Prepared:
-    """Plan and check the export. If ``twin`` has the result of checks that were made before, only the plan is made."""
+    """Plan and check the export. With ``twin``, the result of earlier checks, only the plan is made."""
     from eagle3.export.checks.preflight import preflight
     from eagle3.export.planning.plan import make_plan
 
@@ -192,7 +194,8 @@ def output_name(target: str, checkpoint: Path | None, backend: str, cuda_arch: s
 
 
 def own_name(checkpoint: Path) -> str:
-    """Return the name of a folder, a GGUF file without its suffix, or a repository on the hub without its owner."""
+    """Return a checkpoint's name: of a folder, of a GGUF file without its suffix, or of a repository on the hub without
+    its owner."""
     name = None if os.path.exists(checkpoint) else hub_name(str(checkpoint))
     if name is not None and name.file is None:
         return name.repository.partition("/")[2]
@@ -203,7 +206,7 @@ def own_name(checkpoint: Path) -> str:
 def check_names(config: ExportConfig) -> None:
     """Raise ValueError for an unknown target or backend, and for ``layers`` without random weights."""
     if config.layers is not None and not config.random_weights:
-        raise ValueError(f"--layers {config.layers} is for --random-weights: type both, or leave it out")
+        raise ValueError(f"--layers {config.layers} needs --random-weights: type both, or leave --layers out")
     known: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
         ("target_model", config.target_model, TARGETS),
         ("backend", config.backend, BACKENDS),

@@ -1,4 +1,4 @@
-"""The command ``eagle3-fit``: measures how draft heads are to be read, and what they are worth on a text."""
+"""The command ``eagle3-fit``: measures the acceptance of draft heads on a text, with each reading of their files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +26,15 @@ Examples:
 @click.option(
     "--text",
     type=click.Path(path_type=Path),
-    help="What to measure on: a text, or a .jsonl of prompts. Default: texts that ship.",
+    help="The text to measure on, or a .jsonl of prompts. Default: texts that come with the package.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Which places of the text.")
-@click.option("--chain-len", type=click.IntRange(1, 15), help="Draft tokens a round. Default: what the head suggests.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Chooses the passages of the text.")
+@click.option("--chain-len", type=click.IntRange(1, 15), help="Draft tokens a round. Default: the head's own number.")
 @click.option(
-    "--read", multiple=True, metavar="FIELD=VALUE", help="Begin with this reading of the heads, and not their files'."
+    "--read",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Begin with this reading of the heads in place of that in their files.",
 )
 @click.option("--target-model", type=click.Choice(list(TARGETS)), default="auto", help="The target's family.")
 @click.option(
@@ -39,7 +42,7 @@ Examples:
     type=click.Choice(list(BACKENDS)),
     default="xnnpack",
     show_default=True,
-    help="Where the chain length has to pay.",
+    help="The backend for which the best chain length is computed.",
 )
 @click.option("--plot", type=click.Path(path_type=Path), help="Write a plot of acceptance by position and by reading.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -56,7 +59,7 @@ def main(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure how HEADS of TARGET are to be read, and what they are worth.
+    """Measure how HEADS of TARGET are to be read, and how many tokens a round they give.
 
     TARGET is a name of eagle3-export --list-targets, a folder, or ORG/NAME; a head is a folder, ORG/NAME, a number of
     that list, or mtp. The target is computed over a few hundred tokens, and each head with every reading that its kind

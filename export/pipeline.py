@@ -55,7 +55,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         manifest |= convert.record()
         if "scales" in manifest:
             rounded = manifest["scales"]
-            progress.say(f"scales are rounded by {rounded['largest_rounding']:.2%} at most, those of {rounded['of']}")
+            progress.say(f"scales are rounded by at most {rounded['largest_rounding']:.2%} (in {rounded['of']})")
         with progress.stage("prepare weights"):
             backend.prepare(speculator, plan)
             merge_linears(speculator, folder)
@@ -70,7 +70,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             metadata = make_metadata(plan, manifest, speculator.draft.ids_in_target())
             program, built = backend.lower(programs, metadata.constant_methods(), plan)
         for arch, lack in built.get(LACKING, {}).items():
-            progress.say(f"not for {arch}, which has too little for a block: {lack}")
+            progress.say(f"the artifact does not run on {arch}, which has too little for a block: {lack}")
         with progress.stage("write"):
             digests = write_program(program, folder)
             copy_tokenizer(plan.checkpoint, folder)
@@ -93,7 +93,7 @@ def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Prog
     if not plan.config.check:
         return None
     backend = load_backend(plan.config.backend)
-    reason = why_not(folder) if backend.runs_here() else f"nothing here runs {plan.config.backend} artifacts"
+    reason = why_not(folder) if backend.runs_here() else f"this machine cannot run {plan.config.backend} artifacts"
     if reason:
         progress.say(f"not checked: {reason}")
         return None
@@ -140,7 +140,7 @@ def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, d
 
 
 def make_manifest(plan: Plan) -> dict[str, Any]:
-    """Return the manifest, in which the artifact describes how it was made."""
+    """Return the manifest, which describes how the artifact was made."""
     config = plan.config
     return {
         "format_version": format_version(
@@ -213,7 +213,8 @@ def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None
 
 
 def sizes(speculator: Eagle3Speculator) -> dict[str, int]:
-    """Return the parameters of both models, and the bytes that the draft adds: its weights and its KV cache."""
+    """Return the number of parameters of both models, and the bytes that the draft adds: its weights and its KV
+    cache."""
     shared = {id(p) for p in speculator.target.parameters()}
     own = [p for p in speculator.draft.parameters() if id(p) not in shared]
     caches = [b for name, b in speculator.draft.named_buffers() if "cache" in name]

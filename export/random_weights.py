@@ -1,4 +1,4 @@
-"""Replaces the checkpoints of an export by checkpoints with random weights, which take no room on the disk."""
+"""Replaces the checkpoints of an export by checkpoints with random weights, of which only headers are on the disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,7 +50,8 @@ def random_weights(config: ExportConfig) -> Iterator[ExportConfig]:
 
 
 def _save_fewer_layers(checkpoint: Path, config: ExportConfig, into: Path, own: bool) -> None:
-    """With ``own``, the MTP layer after the last layer is kept too."""
+    """Write a random checkpoint with ``config.layers`` layers. With ``own``, it also keeps the MTP layer after the
+    last."""
     assert config.layers is not None
     whole = read_target_config(checkpoint, config.target_model)
     fewer, layers = fewer_layers(common_fields(whole), partial(from_common_fields, whole), config.layers)
@@ -61,5 +62,6 @@ def _save_fewer_layers(checkpoint: Path, config: ExportConfig, into: Path, own: 
 
 
 def _within(folder: Path, of: Path) -> Path:
-    """Return a folder whose path ends with the last two parts of ``of``, by which messages and the manifest name it."""
+    """Return a path in ``folder`` that ends with the last two parts of ``of``; messages and the manifest name a
+    checkpoint by them."""
     return folder.joinpath(*of.resolve().parts[-2:])

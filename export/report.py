@@ -102,10 +102,10 @@ def _gpus_text(fits: Mapping[str, bool]) -> str:
 def draft_text(plan: Plan) -> str:
     """Return the kind and dialect of the head."""
     if not plan.has_draft:
-        return "no draft head: eagle3-run's lookup proposes from the text"
+        return "no draft head: prompt lookup proposes tokens from the text"
     copies = " and ".join(plan.draft.copies)
     return f"{plan.draft.kind} head of {plan.draft.dialect}" + (
-        f" (its {copies}: the target's, a copy)" if copies else ""
+        f" (its {copies}: copies of the target's)" if copies else ""
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints strictly. Each kind of file is a ``Source`` with a place in ``SOURCES``."""
+"""Reads checkpoints strictly. Each format has a subclass of ``Source``, and ``SOURCES`` lists them."""
 
 from pathlib import Path
 
@@ -14,13 +14,14 @@ from eagle3.export.checkpoints.source import Source
 
 SOURCES: tuple[type[Source], ...] = (GGUFFile, Mxfp4Folder, Fp8Folder, PackedFolder, SafetensorsFolder, PickledFolder)
 WEIGHTS_KEY = "transformers_weights"
-"""The key of ``config.json`` that makes transformers load weights from another file than the usual names."""
+"""The key of ``config.json`` that tells transformers to load weights from a file with an unusual name."""
 
 
 def open_source(path: Path) -> Source:
-    """Return the checkpoint at ``path``; a path that no source recognizes fails as a folder of safetensors does.
+    """Return the checkpoint at ``path``. A path that no source recognizes is taken for a folder of safetensors, whose
+    methods raise the error.
 
-    Raises ValueError for a folder whose ``config.json`` names another file of weights than the one that is read.
+    Raises ValueError if ``config.json`` names a file of weights that is not the one that would be read.
     """
     _refuse_other_weights(path)
     return next((source for source in SOURCES if source.recognizes(path)), SafetensorsFolder)(path)

@@ -48,8 +48,8 @@ class CompressedTensors(Format):
     def __init__(self, file: Path, config: dict[str, Any]):
         for field, meaning in (
             ("kv_cache_scheme", "quantizes the KV cache, which is kept in the activations' dtype here"),
-            ("transform_config", "rotates weights and activations, which is not computed here"),
-            ("sparsity_config", "stores the weights without their zeros, which is not read"),
+            ("transform_config", "rotates weights and activations, a computation that the export lacks"),
+            ("sparsity_config", "stores the weights without their zeros, a format that is not read"),
         ):
             value = config.get(field)
             if value and not (isinstance(value, dict) and value.get("format") == "dense"):

@@ -37,7 +37,7 @@ def _parts(value: Tensor) -> Iterator[Tensor]:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor's minimum and maximum are finite: a NaN anywhere makes both NaN. That reads the tensor
-    once and takes no memory."""
+    """Return True if the tensor's minimum and maximum are finite: a NaN anywhere makes both NaN. The check reads the
+    tensor once and allocates no copy of it."""
     wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()  # aminmax does not take float8
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(wide))

@@ -1,4 +1,5 @@
-"""Reads GGUF, llama.cpp's format, from one file or a split one; its weights, quantized in blocks, stay memory-mapped.
+"""Reads GGUF, llama.cpp's format, from a single file or a split one. Weights are quantized in blocks and stay
+memory-mapped.
 
 K-quants (Q4_K, Q5_K, Q6_K) become ExecuTorch's ``ExportableGGUFTensor`` with their blocks unchanged. Blocks of every
 other type are dequantized to float32, which is exact. Configuration and tokenizer come from the original model's
@@ -27,23 +28,24 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 K_QUANTS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
-"""The block types that a backend with kernels for them keeps quantized, and their bits."""
+"""Maps each block type that a backend with kernels for it keeps quantized to its bits."""
 BLOCKS = (*K_QUANTS, "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS")
-"""The block types that are read."""
+"""All block types that can be read."""
 _FLOATS = ("F32", "F16", "BF16")
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
 class GGUFFile(Source):
-    """Tensors have the names of the model that the file is for; a tensor without such a name keeps its own."""
+    """A GGUF file. Its tensors are renamed to the model's names; a tensor that the model does not have keeps its name
+    in the file."""
 
     @staticmethod
     def recognizes(path: Path) -> bool:
         return path.suffix.lower() == SUFFIX and not path.is_dir()
 
     def files(self) -> list[Path]:
-        """Raises FileNotFoundError if a part of a split file is missing, and ValueError if the path is not the first
-        part."""
+        """Return the file, or all parts of a split one. Raises FileNotFoundError if a part is missing, and ValueError
+        if the path is not the first part."""
         split = _SPLIT.fullmatch(self.path.name)
         if split is None:
             return [self.path]
@@ -58,7 +60,7 @@ class GGUFFile(Source):
         return parts
 
     def headers(self) -> dict[str, TensorHeader]:
-        """Raises ValueError for a tensor of a block type that is not read."""
+        """Return the header of every tensor. Raises ValueError for a tensor of a block type that cannot be read."""
         headers = {}
         for name, tensor in self._named():
             kind = tensor.tensor_type.name
@@ -89,7 +91,8 @@ class GGUFFile(Source):
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Raises ValueError for an architecture that is not read, and for a file that holds no language model."""
+        """The file's entry of ``ARCHITECTURES``. Raises ValueError for an unsupported architecture, and for a file that
+        holds no language model."""
         name, kind = self.field("general.architecture"), self.field("general.type")
         if kind not in (None, "model") or name == "clip":
             raise ValueError(
@@ -167,7 +170,7 @@ class GGUFFile(Source):
         return found
 
     def _as_trained(self, name: str, value: Tensor) -> Tensor:
-        """Return a tensor as it was before llama.cpp's converter changed it; ``name`` is the file's."""
+        """Return a tensor as it was before llama.cpp's converter changed it; ``name`` is its name in the file."""
         if self.architecture.norm_shift and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
             return value.float() - self.architecture.norm_shift
         if self.architecture.rotary_rows and re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name):
@@ -178,8 +181,8 @@ class GGUFFile(Source):
         return value
 
     def _heads(self, key: str, default: int | None = None) -> int:
-        """Return the number of heads. Raises ValueError if layers differ, which no model does whose rows llama.cpp
-        reorders."""
+        """Return the number of heads. Raises ValueError if layers differ in it: llama.cpp reorders rows only in models
+        in which all layers have the same number."""
         found = self.field(f"{{arch}}.{key}")
         heads = set(found) if isinstance(found, list) else {default if found is None else found}
         number = heads.pop() if len(heads) == 1 else None
@@ -191,8 +194,8 @@ class GGUFFile(Source):
 
 
 def part_names(file: str) -> list[str]:
-    """Return the names of all parts of a split file, given the name of one. For a file that is not split, that is its
-    own name alone."""
+    """Return the names of all parts of a split file, given the name of one. For a file that is not split, return its
+    name alone."""
     split = _SPLIT.fullmatch(file)
     if split is None:
         return [file]
@@ -210,7 +213,7 @@ def super_scales(value: "ExportableGGUFTensor") -> Tensor:
 
 
 def _value(tensor: "ReaderTensor") -> Tensor:
-    """Return a tensor [N, K] in PyTorch's order of dimensions; a matrix of K-quants keeps its blocks."""
+    """Return a GGUF tensor in PyTorch's order of dimensions, [N, K]; a matrix of K-quants keeps its blocks."""
     import gguf
     from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 

@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 FULL = "full_attention"
 HARMLESS = ("tensor_data_layout", "rope.scaling.finetuned")
-"""Keys that do not change what is computed."""
+"""Keys that have no effect on the model's output."""
 _MTP_LAYERS = "num_nextn_predict_layers", "mtp_num_hidden_layers"
 _QWEN35_SECTIONS = 11, 11, 10
 """The rope sections of Qwen3.5 where its configuration has none, as llama.cpp's converter writes them."""
 
 
 class Implied(NamedTuple):
-    """``key`` is the metadata's key without the architecture's name, ``field`` the field of ``config.json``.
-    ``value`` is what the configuration implies: one value, or a list with one for each layer; None means that the
-    key is not compared. ``absent`` is the value that llama.cpp uses if the file lacks the key; None means that it
-    uses ``value``."""
+    """The value that a configuration implies for one key of the metadata. ``key`` is that key without the
+    architecture's name, ``field`` the field of ``config.json``. ``value`` is what the configuration implies: one value,
+    or a list with one for each layer; None means that the key is not compared. ``absent`` is the value that llama.cpp
+    uses if the file lacks the key; None means that it uses ``value``."""
 
     key: str
     field: str
@@ -30,7 +30,7 @@ class Implied(NamedTuple):
 
 
 def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
-    """``config`` is transformers' text configuration."""
+    """Yield the implied value of each key. ``config`` is transformers' text configuration."""
     windows = [window.tokens for window in layer_windows(config)]
     layers, full, sliding = config.per_layer_config, None, None
     for layer, window in zip(layers, windows, strict=True):
@@ -167,8 +167,8 @@ def _ropes(config: "PreTrainedConfig", width: int, narrow: int | None) -> Iterat
 
 
 def _rotated(rope: dict[str, Any], width: int) -> int:
-    """Return how many dimensions of a head are rotated. Gemma 4's proportional rope counts all, and gives some the
-    frequency 0."""
+    """Return how many dimensions of a head are rotated. With Gemma 4's proportional rope all are counted, and some have
+    the frequency 0."""
     if rope.get("rope_type") == "proportional":
         return width
     return int(width * (rope.get("partial_rotary_factor") or 1))

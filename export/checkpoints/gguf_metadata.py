@@ -76,8 +76,8 @@ def check_metadata(file: GGUFFile, config: "PreTrainedConfig", folder: Path, sto
 def rows_of_embedding(
     file: GGUFFile, headers: dict[str, TensorHeader], config: "PreTrainedConfig", folder: Path
 ) -> int:
-    """Return the number of tokens in the file's embedding: ``config.vocab_size``, or fewer where the converter left out
-    the rows that no token has (Gemma 3's last 64). Raises ValueError where it left out tokens."""
+    """Return the number of tokens in the file's embedding: ``config.vocab_size``, or fewer if the converter left out
+    the rows that belong to no token (Gemma 3's last 64). Raises ValueError if it left out rows of tokens."""
     rows = {headers[name].shape[0] for name in (EMBEDDING, HEAD) if name in headers and headers[name].shape}
     if not file.architecture.cuts_vocabulary or len(rows) != 1 or min(rows) >= config.vocab_size:
         return config.vocab_size
@@ -97,9 +97,9 @@ def template_note(file: GGUFFile, folder: Path) -> list[str]:
         return []
     if used is None:
         return [
-            f"{file.path} brings a chat template, which is not read, and {folder} has none: dialogues will have none"
+            f"{file.path} has a chat template, which is not read, and {folder} has none: the artifact will have none"
         ]
-    return [f"the chat template of {folder} is used: that of {file.path} is another, and is not read"]
+    return [f"the chat template of {folder} is used: {file.path} has a different one, which is not read"]
 
 
 def _template(folder: Path) -> str | None:
@@ -151,8 +151,9 @@ def _check_ids(file: GGUFFile, config: "PreTrainedConfig", folder: Path, stop_id
 
 
 def _by_layer(file: GGUFFile, key: str, found: object, expected: object) -> object:
-    """Expand a value to one for each layer. A pattern of sliding windows may be one number n: every n-th layer has full
-    attention. Values for MTP layers, which come last, and trailing zeros of rope sections are dropped."""
+    """Return a value of the metadata in the form of the expected one. A pattern of sliding windows may be one number n,
+    with which every n-th layer has full attention: it becomes a list over the layers. Lists lose the values for MTP
+    layers, which come last, and rope sections their trailing zeros."""
     if isinstance(found, list) and len(found) == file.field("{arch}.block_count"):
         found = found[: file.layers]
     pattern = key == "attention.sliding_window_pattern"
@@ -178,7 +179,7 @@ def _agree(found: object, expected: object) -> bool:
 
 
 def _shown(value: object, other: object) -> str:
-    """Format a value; of a list, only the entry of the first layer where the two differ."""
+    """Format a value; for a list, only the entry of the first layer in which it differs from ``other``."""
     if isinstance(value, list):
         pairs = enumerate(zip(value, other if isinstance(other, list) else [other] * len(value), strict=False))
         layer = next((number for number, pair in pairs if not _agree(*pair)), None)
@@ -187,13 +188,14 @@ def _shown(value: object, other: object) -> str:
 
 
 def _check_rope_factors(file: GGUFFile, config: "PreTrainedConfig", folder: Path, described: bool) -> None:
-    """Check the divisors of full layers' rope frequencies in the file against transformers' own frequencies."""
+    """Check the file's divisors of the rope frequencies in layers with full attention against transformers'
+    frequencies."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope, factors = ropes_of(config)["full_attention"], file.by_own_name("rope_freqs.weight")
     kind: str = rope.get("rope_type", "default")
     expected: torch.Tensor | None = None
-    # those two have metadata keys instead of divisors
+    # linear and yarn have metadata keys instead of divisors
     if kind in ROPE_INIT_FUNCTIONS and kind not in ("linear", "yarn"):
         by_layer = {} if rope is config.rope_parameters else {"layer_type": "full_attention"}
         expected, _ = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), **by_layer)

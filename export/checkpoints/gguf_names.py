@@ -1,7 +1,7 @@
 """The GGUF architectures that are read: the models that use each, and the names of their tensors.
 
-llama.cpp's converter renames tensors and changes some (``conversion/`` there, per architecture). This is undone here,
-so that the tensors are those of the checkpoint that the file was made from, up to quantization.
+llama.cpp's converter renames tensors and changes some (``conversion/`` there, per architecture). This module undoes
+both, so that the tensors are those of the checkpoint that the file was made from, up to quantization.
 """
 
 from collections.abc import Callable
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 
 OUTPUT = {"output.weight": "lm_head.weight"}
-"""The name of an output layer; a file without it uses the embedding."""
+"""The output layer's GGUF name, and its name in the model; a file without it uses the embedding."""
 UNREAD = frozenset({"rope_freqs.weight"})
-"""Tensors that the export derives from the configuration; ``gguf_metadata`` compares them."""
+"""Tensors that are not loaded, since the export computes them from the configuration; ``gguf_metadata`` compares the
+two."""
 
 _MODEL = ("model.embed_tokens", "model.norm", "lm_head")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -21,7 +22,8 @@ _LAYER = (
 )
 _PER_LAYER_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 _PER_LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
-"""The modules for per-layer inputs of Gemma 4 E2B and E4B: above, those of the model; here, those of a layer."""
+"""The modules for the per-layer inputs of Gemma 4 E2B and E4B: ``_PER_LAYER_INPUTS`` of the model, ``_PER_LAYER_INPUT``
+of each layer."""
 _FUSED_LAYER = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", *_NORMS)
 """transformers' names of a layer's modules in families with fused projections."""
 _DELTA_LAYER = tuple(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"))
@@ -35,8 +37,8 @@ _LFM2_LAYER = (
 
 
 def gemma4_names(architecture: str, layers: int) -> dict[str, str]:
-    """Return names by ExecuTorch's own map, with those of per-layer inputs added in the same form: transformers' names
-    without ``model.``. That map has no tensors of experts."""
+    """Map GGUF names to transformers' names without ``model.``: ExecuTorch's map, and the tensors of per-layer inputs.
+    ExecuTorch's map has no tensors of experts."""
     from executorch.examples.models.gemma4_31b.gguf_loader import _KEY_MAP, gguf_to_model_key
 
     patterns = [(pattern, range(layers) if "{}" in pattern else (None,)) for pattern in _KEY_MAP]
@@ -51,7 +53,7 @@ def gemma4_names(architecture: str, layers: int) -> dict[str, str]:
 def transformers_names(
     architecture: str, layers: int, modules: tuple[str, ...] = _LAYER, of_model: tuple[str, ...] = _MODEL
 ) -> dict[str, str]:
-    """Return transformers' names by gguf-py's own map: of the ``modules`` of each layer, and of the model's modules
+    """Map GGUF names to transformers' names by gguf-py's map, for the ``modules`` of each layer and the model's modules
     ``of_model``."""
     import gguf
 

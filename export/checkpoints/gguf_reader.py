@@ -13,7 +13,8 @@ _UNREADABLE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, str
 
 
 class HeaderReader(GGUFReader):
-    """Reads an array of numbers as one part, and of an array of strings only the number of strings."""
+    """A reader of GGUF headers that reads an array of numbers as one part, and only the length of an array of
+    strings."""
 
     def _get_field_parts(
         self, orig_offs: int, raw_type: int
@@ -32,7 +33,7 @@ class HeaderReader(GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         values = self._get(start, self.gguf_scalar_to_np[GGUFValueType(kind)], count)
         if len(values) != count:
-            raise ValueError(f"{len(values)} values of {count}")
+            raise ValueError(f"{len(values)} of {count} values")
         return 12 + int(values.nbytes), [values], [0], [GGUFValueType.ARRAY, GGUFValueType(kind)]
 
 

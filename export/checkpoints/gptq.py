@@ -40,7 +40,7 @@ class Gptq(Format):
         where = f"{file}: quantization_config"
         self.bits = check_bits(where, config, BITS)
         self.group = check_group(where, config)
-        # linears differ in bits and group size, which their parts' shapes give
+        # linears then differ in bits and group size, which follow from the shapes of their parts
         self.dynamic = bool(config.get("dynamic"))
         kind = config.get("checkpoint_format") or config.get("format") or "gptq"
         if kind not in ("gptq", "gptq_v2") or boolean(config, "is_marlin_format", False, where):

@@ -19,7 +19,7 @@ def read_object(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise ValueError(f"{file} is not JSON ({error}): copy it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{file} holds {_kind(value)}, a configuration is an object: copy it again")
+        raise ValueError(f"{file} holds {_kind(value)}, but a configuration is an object: copy it again")
     return value
 
 
@@ -55,7 +55,7 @@ def number(
         return default
     real = isinstance(value, int | float) and not isinstance(value, bool)
     if not real or not 0 < value < math.inf or value > most:
-        bound = f" and of {most} at most" if most < math.inf else ""
+        bound = f" and at most {most}" if most < math.inf else ""
         raise ValueError(f"{where}: {key} is {json.dumps(value)}, but must be a number above 0{bound}: correct it")
     return value
 

@@ -20,8 +20,9 @@ ROWS = 1 << 20  # the number of blocks that are dequantized at once; each takes 
 
 
 class Mxfp4Folder(SafetensorsFolder):
-    """Joins ``gate_up_proj_blocks`` [experts, rows, blocks, 16] and ``gate_up_proj_scales`` [experts, rows, blocks]
-    into ``gate_up_proj`` [experts, 32 * blocks, rows] in bfloat16; other tensors stay as they are."""
+    """A folder with MXFP4 experts. It joins ``gate_up_proj_blocks`` [experts, rows, blocks, 16] and
+    ``gate_up_proj_scales`` [experts, rows, blocks] into ``gate_up_proj`` [experts, 32 * blocks, rows] in bfloat16;
+    other tensors stay as they are."""
 
     @staticmethod
     def recognizes(path: Path) -> bool:

@@ -1,9 +1,9 @@
-"""Linears that another tool quantized and packed into int32 words. Their codes become torchao's tensors without
-rounding.
+"""Reads linears that another tool quantized and packed into int32 words. Their codes become quantized tensors of
+torchao or ExecuTorch without rounding.
 
 The weight is ``w[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]`` with unsigned codes and zero points; ``g`` is the
-group of column k. Each format has its own order of codes in a word, and a file: ``compressed_tensors``, ``gptq``,
-``awq``.
+group of column k. Each format orders the codes of a word differently and has its own file: ``compressed_tensors``,
+``gptq``, ``awq``.
 """
 
 from abc import ABC, abstractmethod
@@ -77,13 +77,13 @@ class Format(ABC):
 
 
 def as_tensor(layout: PackedLinear, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Return the weight as torchao and ExecuTorch have it, with the same codes, scales and zero points, sorted by
-    groups.
+    """Return the weight as a tensor of ExecuTorch (4 bits) or torchao (8 bits), with the same codes, scales and zero
+    points. Its columns are sorted by groups.
 
     Args:
-        codes: uint8 [rows, columns], or of 4 bits [rows, columns / 2], the even column in the low half
+        codes: uint8 [rows, columns]; with 4 bits [rows, columns / 2], even columns in the low half of each byte
         scale: [rows, groups], of any floating dtype
-        zero: uint8 [rows, groups]; None: the middle of the codes
+        zero: uint8 [rows, groups]; None stands for the middle code
     """
     from executorch.extension.llm.export.int4 import ExportableInt4Tensor
     from torchao.quantization import IntxUnpackedToInt8Tensor
@@ -131,7 +131,8 @@ def matrix(linear: str, part: str, header: TensorHeader) -> tuple[int, int]:
 def expect(
     linear: str, part: str, found: TensorHeader, shape: tuple[int, ...], dtypes: tuple[str, ...], why: str
 ) -> None:
-    """Raise ValueError where a part has another shape or dtype than the rest implies."""
+    """Raise ValueError unless a part has this shape and one of these dtypes. ``why`` names the source of both in the
+    message."""
     if found.shape != shape or found.dtype not in dtypes:
         raise ValueError(
             f"{linear}.{part} is {found.dtype} {list(found.shape)}, but {why} implies {'/'.join(dtypes)} {list(shape)}"

@@ -93,7 +93,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         with file.open("rb") as opened:
             begins = opened.read(2)
-        # neither of torch.save's two formats, but for example a web page or a Git LFS pointer
+        # The file has neither of torch.save's two formats: it may be a web page or a Git LFS pointer.
         if begins != b"PK" and begins[:1] != b"\x80":
             raise ValueError(
                 f"{file} ({file.stat().st_size} bytes) is no PyTorch file: copy or download it again; in a clone, type "
@@ -110,7 +110,9 @@ def _read(file: Path) -> dict[str, Tensor]:
         ) from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(_is_dense(name, value) for name, value in state.items()):
-        raise ValueError(f"{file} holds no state dictionary, names to dense tensors: save the model's state_dict()")
+        raise ValueError(
+            f"{file} holds no state dictionary (a dict of names to dense tensors): save the model's state_dict()"
+        )
     for name, value in state.items():
         if not is_plain(value) and not isinstance(value, TorchAOBaseTensor):
             raise ValueError(

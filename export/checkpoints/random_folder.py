@@ -1,4 +1,4 @@
-"""Makes a checkpoint with random weights from another checkpoint's headers; only headers are on the disk."""
+"""Makes a checkpoint with random weights from another checkpoint's headers; only headers are written to the disk."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def random_folder(folder: Path, into: Path, layers: Sequence[int] | None = None,
     if not SafetensorsFolder.recognizes(folder):
         raise ValueError(
             f"--random-weights takes the shapes of weights in safetensors, and {folder} has no {SINGLE_FILE} and no "
-            f"{INDEX_FILE}: name a checkpoint that has"
+            f"{INDEX_FILE}: name a checkpoint that has one"
         )
     into.mkdir(parents=True)
     weights, rename = shard_paths(folder), _renaming(layers)

@@ -17,7 +17,7 @@ BLOCK = 1_048_573
 """The number of values that are drawn once and then repeated. It is a prime number, so that no two rows of a matrix are
 equal."""
 SPREAD = 0.02
-"""The standard deviation of weights, which most models are initialized with."""
+"""The standard deviation of weights, as in the initialization of most models."""
 SCALE, EXPONENT = 0.005, 120
 """The scale of quantized weights, and the biased exponent of a scale that is stored as an exponent alone (2 ** -7)."""
 
@@ -29,7 +29,7 @@ def random_tensor(name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
     Raises ValueError for a dtype that is not in ``DTYPES``.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"{name} is {dtype}, of which there are no random values: leave --random-weights out")
+        raise ValueError(f"{name} is {dtype}, for which there are no random values: leave --random-weights out")
     kind, part = DTYPES[dtype], name.rpartition(".")[2]
     if "zero" in part:
         return torch.zeros(shape, dtype=kind)

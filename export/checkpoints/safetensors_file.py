@@ -1,4 +1,4 @@
-"""Opens safetensors files, and the header files that a dry run makes of files that it does not download.
+"""Opens safetensors files, and the header files that stand in for files that a dry run does not download.
 
 A header file is a small safetensors file. Its metadata holds the other file's header as JSON, and its tensors are the
 few values that were fetched. Asking for any other value raises ``HeaderAlone``, or gives random values if the file says
@@ -20,7 +20,8 @@ from eagle3.export.checkpoints.random_values import random_tensor
 
 HEADER = "eagle3.header"
 """The key of the metadata under which a header file holds the other file's header: ``tensors`` maps each name to shape
-and dtype, ``metadata`` is the other file's, and ``random`` is true if values that are not in the file are random."""
+and dtype, ``metadata`` is the other file's metadata, and ``random`` is true if values that are not in the file are
+random."""
 
 
 class HeaderAlone(ValueError):
@@ -93,9 +94,8 @@ def open_safetensors(path: Path) -> Iterator[OpenFile]:
 
 
 def _opened(path: Path) -> safe_open:
-    """Map a file into memory, or read from it if it is larger than memory. safetensors maps files with pages that
-    could be written, and Linux refuses such a map if it is larger than the memory; transformers saves files of up to
-    50 GB."""
+    """Map a file into memory, or read from it if it is larger than memory. safetensors maps files with writable pages,
+    and Linux refuses such a map if it is larger than the memory. transformers saves files of up to 50 GB."""
     try:
         return safe_open(path, framework="pt")
     except RuntimeError as error:

@@ -16,7 +16,7 @@ from eagle3.export.checkpoints.source import Source, TensorHeader
 SINGLE_FILE, INDEX_FILE, ADAPTER_CONFIG = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 MERGE_ADAPTER = "merge it into its base first (peft's merge_and_unload, then save_pretrained) and name that folder"
 NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
-"""Files that a trainer leaves beside the weights, and that hold none."""
+"""Files without weights that a trainer leaves beside the weights."""
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # every other dtype takes one byte
 
 
@@ -168,7 +168,7 @@ def _descriptions(path: Path, metadata: dict[str, str]) -> dict[str, dict]:
 def _tensors(paths: list[Path], wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """Yield the ``wanted`` tensors of files and of header files as they are stored, with one weight in memory at a
     time. The parts of a weight that torchao quantized may lie in several files. ExecuTorch's reader is not used: it
-    maps files of any size, and it cannot read header files."""
+    fails on files larger than memory, since it always maps them, and it cannot read header files."""
     holders: dict[str, OpenFile] = {}
     described: dict[str, tuple[list[str], str]] = {}
     with ExitStack() as stack:

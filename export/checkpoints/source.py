@@ -11,7 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """``dtype`` is safetensors' name of the dtype, or the tensor class of a weight that torchao quantized."""
+    """The shape, dtype and size of a stored tensor. ``dtype`` is safetensors' name of the dtype, or the tensor class of
+    a weight that torchao quantized."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -26,7 +27,8 @@ class TensorHeader:
 
 
 class Source(ABC):
-    """``path`` is the folder or file that the user named. Tensors have the checkpoint's own names.
+    """A checkpoint on disk. ``path`` is the folder or file that the user named. Tensors have the checkpoint's own
+    names.
 
     Any fault of the files raises a FileNotFoundError or a ValueError of one line.
     """

@@ -23,12 +23,12 @@ SIZES = (
     *("num_global_key_value_heads", "global_head_dim"),  # fields of Gemma 4
 )
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-MOST, MOST_LAYERS = 2**31 - 1, 1000  # a larger model would be built on the meta device until memory runs out
+MOST, MOST_LAYERS = 2**31 - 1, 1000  # larger numbers exhaust memory when the skeleton is built
 BY_LAYER = ("head_dim", "num_key_value_heads")
 """Fields that single layers may override, as the full layers of Gemma 4 do."""
 SHORT = 16  # the context length, in tokens, of a model that is built only to test that it can be constructed
 DRAFT_FIELDS = ("transformer_layer_config", "speculators_model_type", "draft_vocab_size")
-"""Fields that a draft head's configuration has in one dialect or another, and a target's never has."""
+"""Fields of draft heads' configurations in some dialects, which no target's configuration has."""
 
 
 def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
@@ -48,7 +48,7 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
             f"{MERGE_ADAPTER}; remove {ADAPTER_CONFIG} if the weights here are merged already"
         )
     if not file.is_file():
-        cause = foreign_weights(checkpoint) or "--checkpoint wants a Hugging Face folder"
+        cause = foreign_weights(checkpoint) or "--checkpoint takes a Hugging Face folder"
         raise FileNotFoundError(f"{file} is missing: {cause}")
     fields = read_object(file)
     _refuse_what_is_no_target(file, fields)
@@ -60,7 +60,7 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
     except Exception as error:
         raise _refusal(file, fields, error, _config_of) from error
     _tie_as_the_whole(read, text_config)
-    for stored in ("quantization_config", "compression_config"):  # the source reads how weights are stored
+    for stored in ("quantization_config", "compression_config"):  # the ``Source`` reads the storage format
         text_config.__dict__.pop(stored, None)
     spec = spec_for(name, text_config.model_type)
     if spec.model_types and text_config.model_type not in spec.model_types:
@@ -72,7 +72,7 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
     for name in NEEDED:
         if not text_config.per_layer_attributes and getattr(text_config, name, None) is None:
             raise ValueError(
-                f"{file} ({text_config.model_type}) has no {name}, which every decoder that is read has: "
+                f"{file} ({text_config.model_type}) has no {name}, which every supported decoder has: "
                 "eagle3-export --list-targets lists what is supported"
             )
     _check_layers(file, text_config)
@@ -99,7 +99,7 @@ def special_ids(checkpoint: Path, target_config: "PreTrainedConfig") -> tuple[in
     for name in ("generation_config.json", "config.json"):  # a multimodal config.json has the ids at its top level
         if eos is None and (checkpoint / name).is_file():
             eos, where = read_object(checkpoint / name).get("eos_token_id"), checkpoint / name
-    written = eos is not None  # False for the default of a class, which is meant for another vocabulary
+    written = eos is not None  # False for a class's default, which is meant for another vocabulary
     eos = getattr(target_config, "eos_token_id", None) if eos is None else eos  # Qwen3-VL's text part lacks the field
     eos_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
     bos = getattr(target_config, "bos_token_id", None)
@@ -181,13 +181,13 @@ def _refusal(
     reason = re.sub(r"<class '(\w+)'>", r"\1", reason) + (
         " is missing or unknown" if isinstance(cause, KeyError) else ""
     )
-    fact = "transformers makes no model of it"
+    fact = "transformers cannot build a model from it"
     for name in fields:
         try:
             build({key: value for key, value in fields.items() if key != name})
         except Exception:  # any error means that this field is not the only cause
             continue
-        fact = f"{name} is {_shown(fields[name])}, of which transformers makes no model"
+        fact = f"{name} is {_shown(fields[name])}, from which transformers cannot build a model"
         break
     return ValueError(f"{file}: {fact} ({reason}): correct it, or copy the file again")
 
@@ -209,8 +209,8 @@ def _check_layers(file: Path, config: "PreTrainedConfig") -> None:
     strange = sorted((config.per_layer_attributes or set()).difference(BY_LAYER))
     if strange:
         raise ValueError(
-            f"{file}: single layers have a {strange[0]} of their own (per_layer_config), but {' and '.join(BY_LAYER)} "
-            "are all that may differ between layers"
+            f"{file}: single layers have a {strange[0]} of their own (per_layer_config), but only "
+            f"{' and '.join(BY_LAYER)} may differ between layers"
         )
     kinds = getattr(config, "layer_types", None)
     window_is_used = not kinds or "sliding_attention" in kinds  # without layer_types every layer uses the window
@@ -233,10 +233,10 @@ def _check_ropes(file: Path, config: "PreTrainedConfig") -> None:
         return
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
     for kind in () if "rope_type" in rope else kinds:
-        if kind == CONVOLUTION:  # rotates nothing
+        if kind == CONVOLUTION:  # convolutions have no rope
             continue
         if not isinstance(rope.get(kind), dict):
-            raise ValueError(f"{file}: rope_parameters has nothing for {kind}: correct it, or copy config.json again")
+            raise ValueError(f"{file}: rope_parameters has no entry for {kind}: correct it, or copy config.json again")
     check_rope(config, str(file), static=False)
 
 

@@ -1,8 +1,8 @@
-"""The check after an export: it runs a few prompts through the finished artifact, in a process of its own.
+"""Checks a finished artifact: runs a few prompts through it, in a process of its own.
 
 It compares the artifact's tokens with those of the eager module that the export traced, position by position, and its
-first proposals with the eager draft head's (``proposals.py``). Features must be finite. It reports what speculation
-gains, or, if hardly any proposal is accepted, the likely causes.
+first proposals with the eager draft head's (``proposals.py``). Features must be finite. It reports the gain of
+speculation, or, if hardly any proposal is accepted, the likely causes.
 """
 
 import json
@@ -38,10 +38,11 @@ LONGEST_PROMPT = 1100  # tokens: more than one chunk of prefill, but not so many
 TIE_ROWS = 64
 """The number of tokens of each prompt that are used to measure the tolerance for quantized activations."""
 WIDEST_TIE = 0.5
-"""The largest tolerance, in standard deviations of the logits. The logit of a wrong token lies further below the best
-one."""
+"""The largest tolerance, in standard deviations of the logits. A wrong token's logit lies further than this below the
+best one."""
 COPIES = 2
-"""The most copies of the weights that are in memory when an artifact runs: one mapped, and one packed by XNNPACK."""
+"""The largest number of copies of the weights in memory while an artifact runs: one mapped, and one packed by
+XNNPACK."""
 HOPELESS = 0.05
 """The acceptance rate of the first proposals below which the head is likely read wrongly: a wrong tap or norm gives
 about 1%, a poor head 30% or more."""
@@ -49,8 +50,8 @@ about 1%, a poor head 30% or more."""
 
 @dataclass(frozen=True)
 class Outcome:
-    """``record`` goes into ``export.json``. ``warning`` has a line for each thing to try, and is empty if all is well.
-    ``gain`` has the lines on what speculation gains."""
+    """The result of the check. ``record`` goes into ``export.json``. ``warning`` has a line for each thing to try, and
+    is empty if all is well. ``gain`` has the lines on the gain of speculation."""
 
     record: dict[str, Any]
     warning: tuple[str, ...]
@@ -81,8 +82,8 @@ def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
 
 
 def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None) -> Outcome:
-    """Run the artifact on prompts. ``speculator`` is the eager module that the export traced; None if this machine
-    cannot compute it, and then no tokens are compared.
+    """Run the artifact on prompts and compare its tokens with those of ``speculator``, the eager module that the export
+    traced. With None, which means that this machine cannot compute the eager module, no tokens are compared.
 
     Raises ValueError if the artifact does not run, returns NaN or an infinity, or gives a wrong token.
     """
@@ -133,8 +134,8 @@ def _rate(stats: dict[str, Any], position: int) -> float:
 
 
 def why_not(folder: Path) -> str | None:
-    """Return the reason why the artifact cannot be run beside the export that made it: too little memory; None if it
-    can."""
+    """Return a line that says how much memory is lacking to run the artifact beside the export that made it; None if
+    there is enough."""
     takes = COPIES * sum(path.stat().st_size for path in folder.iterdir())
     free = free_memory()
     if free is not None and takes > free:
@@ -176,7 +177,7 @@ def _tried(folder: Path, prompts: list[list[int]]) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-_HOW = "nothing was written; --no-check writes it all the same, to look into it"
+_HOW = "no artifact was written; --no-check writes it all the same, for an inspection"
 
 
 @torch.no_grad()
@@ -193,7 +194,7 @@ def compare_tokens(
     if differs:
         at = differs[0]
         raise ValueError(
-            f"the artifact gives token {fresh[at]} at position {len(prompt) + at}, the module that it was made of "
+            f"the artifact gives token {fresh[at]} at position {len(prompt) + at}, the eager module gives "
             f"{int(best.indices[at])} (by {float(margins[at]):.2g} of the logits' spread): the lowering changed "
             f"what the model computes: {_HOW}"
         )
@@ -211,8 +212,8 @@ def _logits(speculator: Eagle3Speculator, tokens: Tensor, most_rows: int) -> Ten
 
 
 def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
-    """Return lines for a head of which hardly any proposal is accepted: the likely causes, most frequent first, with
-    what to type."""
+    """Return lines for a head of which hardly any proposal is accepted: the likely causes, most frequent first, each
+    with the flag to type."""
     draft, config = plan.draft, plan.config
     taps = ",".join(map(str, plan.taps))
     lines = [
@@ -223,11 +224,13 @@ def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
     if plan.taps and draft.kind != MTP:
         lines.append(f"  the taps ({taps}): if the head counts layer {other}s, type --aux-convention {other}")
     if plan.taps and draft.aux_layers is None and config.aux_layers is None:
-        lines.append("  the checkpoint names no taps and the default was taken: type --aux-layers with its training's")
+        lines.append(
+            "  the checkpoint names no taps and the default was taken: type --aux-layers with those of its training"
+        )
     if draft.verifier:
-        lines.append(f"  the target: the head was trained for {draft.verifier}, this is {plan.checkpoint}")
+        lines.append(f"  the target: the head was trained for {draft.verifier}, and this target is {plan.checkpoint}")
     elif draft.folder != plan.checkpoint:  # the head is not a layer of the target itself
-        lines.append(f"  the target: the head does not say what it was trained for, this is {plan.checkpoint}")
+        lines.append(f"  the target: the head does not name its target, and this target is {plan.checkpoint}")
     if isinstance(draft, EagleDescription):
         said = str(draft.norm_before_residual).lower()
         other = str(not draft.norm_before_residual).lower()
@@ -240,5 +243,5 @@ def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
     if not (folder / "tokenizer.json").is_file():
         lines.append("  the prompts: there is no tokenizer.json, so they were random ids")
     if why_not_measured(plan, asked=True) is None:
-        lines.append(f"which of them it is, eagle3-fit {plan.checkpoint} {draft.folder} measures")
+        lines.append(f"to measure which of them it is: eagle3-fit {plan.checkpoint} {draft.folder}")
     return lines

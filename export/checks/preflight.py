@@ -16,7 +16,8 @@ from eagle3.runner.hardware.memory import free_memory
 
 
 def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Return the manifest's entry on the twins. Raises ValueError or FileNotFoundError with one line."""
+    """Check the plan, and return the manifest's entry on the twin check. Raises ValueError or FileNotFoundError with
+    one line."""
     from eagle3.export.draft.twin import check_draft
     from eagle3.export.twin.target import check_target
 
@@ -51,7 +52,7 @@ def check_memory(plan: Plan, backend: Backend) -> None:
     has, whose = backend.memory(plan)
     if takes > has:
         raise ValueError(
-            f"--max-seq-len {plan.max_seq_len} makes KV caches of {takes / 1e9:,.1f} GB, {whose} has "
+            f"--max-seq-len {plan.max_seq_len} makes KV caches of {takes / 1e9:,.1f} GB, but {whose} has "
             f"{has / 1e9:,.1f} GB: type --max-seq-len {int(plan.max_seq_len * has / takes / 2)} or less"
         )
 
@@ -63,9 +64,9 @@ class ExportMemory:
     takes: int | None
     """The number of bytes; None if weights stay mapped."""
     in_files: bool
-    """True if the weights that the export makes are kept in files, because all together would take more than a third of
-    the free memory. The rest of the memory then caches the checkpoint's files. Writing the weights takes a sixth of the
-    time of loading."""
+    """True if the export keeps its converted weights in files, because they would take more than a third of the free
+    memory. The remaining memory then caches the checkpoint's files. Writing the weights takes a sixth of the time of
+    loading."""
 
 
 def memory_of_export(plan: Plan, backend: Backend) -> ExportMemory:
@@ -82,21 +83,21 @@ def check_export_memory(plan: Plan, backend: Backend) -> ExportMemory:
     smaller = [recipe for recipe in BACKENDS[plan.config.backend].recipes if recipe != "none"]
     advice = f", or type --qlinear {smaller[0]}" if plan.qlinear == "none" and smaller else ""
     raise ValueError(
-        f"the export takes about {memory.takes / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB are free here: free some"
-        f"{advice}"
+        f"the export takes about {memory.takes / 1e9:,.1f} GB of memory, but only {free / 1e9:,.1f} GB are free: "
+        f"free some{advice}"
     )
 
 
 def check_footprint(plan: Plan, backend: Backend, progress: Progress) -> None:
-    """Raise ValueError if the GPU of this machine does not hold a run. For an architecture that was named it is only a
-    warning, since there may be larger GPUs of it."""
+    """Raise ValueError if a run does not fit into the memory of this machine's GPU. For an architecture given by a
+    flag, print only a warning, since other GPUs of that architecture may be larger."""
     takes = backend.footprint(plan)
     has, whose = backend.memory(plan)
     if takes is None or takes.total <= has:
         return
     flags = backend.suggest_flags(plan, has)
     advice = f"type {flags}, or take a larger GPU" if flags else "take a larger GPU"
-    line = f"a run takes {takes}, {whose} has {has / GIB:.2f}, {(takes.total - has) / GIB:.2f} too few: {advice}"
+    line = f"a run takes {takes}, but {whose} has {has / GIB:.2f}, {(takes.total - has) / GIB:.2f} too few: {advice}"
     if backend.runs_here():
         raise ValueError(line)
     progress.say(f"Warning: {line}")

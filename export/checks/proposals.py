@@ -1,7 +1,7 @@
 """Compares the finished artifact's first proposals after a prompt with those of the eager head.
 
-A wrongly lowered head changes no token, since the target decides each. Its proposals are merely never accepted, so only
-this comparison finds the fault.
+A wrongly lowered head changes no token of the text, since the target decides each. The only symptom is that proposals
+are rejected, so this comparison looks at the proposals themselves.
 """
 
 import torch
@@ -16,8 +16,8 @@ from eagle3.runner.contract import DRAFT_DECODE, PREFILL
 def compare_proposals(
     speculator: Eagle3Speculator, plan: Plan, prompt: list[int], window: list[int], tie: float
 ) -> int | None:
-    """Compare the proposals in a round's first verify window with the eager head's; its first row is the token after
-    ``prompt``.
+    """Compare the proposals in ``window``, the first verify window after ``prompt``, with the eager head's. The
+    window's first row is the token after ``prompt``.
 
     Returns how many proposals agree, up to the first near-tie. Returns None for a prompt of several chunks, and if
     nothing was proposed. Raises ValueError if a proposal's logit lies further than ``tie`` below the best one, in
@@ -56,7 +56,7 @@ def _is_best(speculator: Eagle3Speculator, logits: Tensor, proposed: int, positi
     if behind > tie:
         wanted = int(best) if ids is None else int(ids[best])
         raise ValueError(
-            f"the artifact's draft proposes token {proposed} behind position {position}, the module that it was made "
-            f"of {wanted} (by {behind:.2g} of the logits' spread): the lowering changed what the draft head computes"
+            f"the artifact's draft proposes token {proposed} after position {position}, the eager head proposes "
+            f"{wanted} (by {behind:.2g} of the logits' spread): the lowering changed what the draft head computes"
         )
     return column == int(best)

@@ -1,5 +1,6 @@
-"""The table of backends, with the facts that flags, plan and methods depend on. ``lowering/backend.py`` has the work of
-a backend in an export. A new backend is a folder in ``lowering`` with a ``Backend``, and an entry in ``BACKENDS``."""
+"""The table of backends, with the facts that flags, plan and methods depend on. ``lowering/backend.py`` defines the
+functions of a backend in an export. A new backend is a folder in ``lowering`` with a ``Backend``, and an entry in
+``BACKENDS``."""
 
 import importlib
 import math
@@ -10,67 +11,67 @@ from eagle3.export.configuration.config import CUDA_RECIPES, XNNPACK_RECIPES
 from eagle3.runner.hardware.cpu_features import lacks_avx512
 
 SMALL_M_ROWS = (8, 16)
-"""The numbers of rows up to which CUDA's small-M kernels read a weight once."""
+"""The most rows of the two sizes of CUDA's small-M kernels, which read a weight once."""
 
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """A backend's entry. ``module`` defines ``BACKEND``, which ``lowering/backend.py`` imports on use, since it imports
-    torch and the delegate's compiler."""
+    """The static facts of a backend. ``module`` defines its ``BACKEND``. ``lowering/backend.py`` imports the module on
+    use, since that imports torch and the delegate's compiler."""
 
     summary: str
     module: str
     dtype: str = "float32"
     """The dtype of activations and caches."""
     quantizes: bool = False
-    """True where weights are quantized unless a recipe says otherwise, and a quantized checkpoint keeps its codes.
-    Other backends dequantize a quantized checkpoint while it loads."""
+    """True if weights are quantized unless a recipe says otherwise, and a quantized checkpoint keeps its codes. Other
+    backends dequantize a quantized checkpoint while it loads."""
     recipes: tuple[str, ...] = ("none",)
     """The values of ``--qlinear`` and ``--draft-qlinear`` for which there are kernels."""
     draft_recipe: str = "none"
     """The default of ``--draft-qlinear``. The tokens do not depend on it, but acceptance may."""
     small_recipe: str | None = None
-    """The recipe that is proposed for a large target if no recipe quantizes it by default."""
+    """The recipe that a warning suggests for a large target if the default does not quantize it."""
     fuses_below: float = 0
-    """A greedy round becomes one method (``speculate``) by default if the target's checkpoint has fewer bytes than
+    """The method ``speculate``, a fused round, is exported by default if the target's checkpoint has fewer bytes than
     this. That method saves the fixed costs of a round's calls; it takes time to export and space in the file."""
     fast_rows: Mapping[str, int] = field(default_factory=dict)
-    """The number of rows that the kernels compute in one pass, by recipe; adding rows up to it costs nothing. For a
-    recipe without an entry it is the first of ``window_rows``."""
+    """The number of rows that the kernels compute in one pass, by recipe; adding rows up to this number costs nothing.
+    For a recipe without an entry, the first of ``window_rows`` counts."""
     window_rows: tuple[int, ...] = (8, 16)
-    """The possible bounds of a verify window's rows. Prefill takes more rows than the first bound that holds the
-    window."""
+    """The possible limits of a verify window's rows. Prefill takes more rows than the smallest limit that the window
+    fits into."""
     rolls_back_states: bool = False
     """True if the backend computes layers with a recurrent state or a short convolution."""
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that only this backend reads; they are refused with another backend."""
 
     packages: tuple[str, ...] = ()
-    """Packages that the extra of the backend's name installs."""
+    """Packages that the pip extra with the backend's name installs."""
     gpu: str | None = None
     """The module that defines ``local_arch``; None for a backend that does not lower for GPUs. Importing it is quick,
     unlike importing ``module``."""
 
     def local_arch(self) -> str | None:
-        """Return the architecture of the GPU at hand, such as "sm_90". Returns None if there is no GPU, or if the
+        """Return the architecture of this machine's GPU, such as "sm_90". Returns None if there is no GPU, or if the
         backend does not lower for GPUs."""
         return importlib.import_module(self.gpu).local_arch() if self.gpu is not None else None
 
     def few_rows(self, window: int) -> int:
-        """Return the first of ``window_rows`` that holds a verify window of ``window`` rows; prefill takes more rows
-        than this."""
+        """Return the smallest of ``window_rows`` that a verify window of ``window`` rows fits into; prefill takes more
+        rows than this."""
         return next((rows for rows in self.window_rows if window <= rows), self.window_rows[-1])
 
 
 FAST_ROWS_OF_AVX512 = {"none": 7, "8da8w": 5, "8da4w": 4}
 FAST_ROWS_OF_AVX2 = {"none": 6, "8da8w": 4, "8da4w": 3}
-"""Rows that XNNPACK's kernels take at once, by recipe (``scripts/bench/bench_cpu_kernels.py``). The exporting processor
-decides, as it does in ``split_k.py``."""
+"""Rows that XNNPACK's kernels take at once, by recipe (``scripts/bench/bench_cpu_kernels.py``). The processor that
+exports selects the table, as in ``split_k.py``."""
 
 
 BACKENDS: dict[str, BackendEntry] = {
     "cuda": BackendEntry(
-        "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), with a GPU at hand or without",
+        "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), exported with or without a GPU",
         "eagle3.export.lowering.cuda.backend",
         dtype="bfloat16",
         flags=frozenset({"cuda_arch", "int4_layout", "kv_cache"}),
@@ -89,7 +90,8 @@ BACKENDS: dict[str, BackendEntry] = {
         rolls_back_states=True,
         small_recipe="8da8w",
         draft_recipe="8da8w",
-        # It makes a round of one millisecond a twelfth shorter, and saves nothing at the widths of a 4B model.
+        # ``speculate`` makes a round of one millisecond a twelfth shorter, and saves nothing at the widths of a 4B
+        # model.
         fuses_below=1e8,
         fast_rows=FAST_ROWS_OF_AVX2 if lacks_avx512() else FAST_ROWS_OF_AVX512,
     ),

@@ -25,7 +25,8 @@ LONGEST_CHAIN = 15
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """See ``eagle3-export --help``. None means that the target, the draft head or the backend decides."""
+    """The flags of one export, as ``eagle3-export --help`` describes them. None means that the target, the draft head
+    or the backend decides."""
 
     target_model: str = "auto"
     output_dir: Path | None = None
@@ -51,7 +52,7 @@ class ExportConfig:
     draft_rope_theta: float | str | None = None
     draft_partial_rotary: float | str | None = None
     read: tuple[str, ...] = ()
-    """Overridden readings of the head, each FIELD=VALUE."""
+    """Overrides of how the head's fields are read, each FIELD=VALUE."""
     fit: bool | None = None
     fit_only: bool = False
     text: Path | None = None
@@ -70,7 +71,7 @@ class ExportConfig:
 
     @property
     def reads_weights(self) -> bool:
-        """False if configurations and headers are enough."""
+        """True if the export reads weights, False if configurations and headers are enough."""
         return not (self.dry_run or self.random_weights)
 
     @property

@@ -17,13 +17,13 @@ def check_flags(config: ExportConfig) -> None:
     if config.with_decode and config.with_forward:
         raise ValueError(
             "--with-forward is for ExecuTorch's own runner, which would take --with-decode's method for its steps and "
-            "end the process, since that gives more than logits: leave one of the two out"
+            "end the process, since decode returns more than logits: leave one of the two out"
         )
     if config.draft == Path(NO_HEAD):
         for flag in HEAD_FLAGS:
             if getattr(config, flag) is not None and (flag, getattr(config, flag)) != ("speculate", False):
                 name = f"--{flag.replace('_', '-')}"
-                raise ValueError(f"{name} is for a draft head, and --draft none exports none: leave one of the two out")
+                raise ValueError(f"{name} needs a draft head, and --draft none exports none: leave one of the two out")
     if config.draft == Path(OWN_LAYER):
         for flag in EAGLE_FLAGS:
             if getattr(config, flag) is not None:
@@ -37,7 +37,7 @@ def check_flags(config: ExportConfig) -> None:
     if config.draft == Path(NO_HEAD):
         for flag, given in (("--read", config.read), ("--fit", config.fit), ("--fit-only", config.fit_only)):
             if given:
-                raise ValueError(f"{flag} is for a draft head, and --draft none exports none: leave one of the two out")
+                raise ValueError(f"{flag} needs a draft head, and --draft none exports none: leave one of the two out")
     if config.fit and config.random_weights:
         raise ValueError("--fit measures weights, and --random-weights has none: leave one of the two out")
     if config.text is not None and config.fit is False:
@@ -49,12 +49,12 @@ def check_flags(config: ExportConfig) -> None:
         if getattr(config, flag) is not None:
             name = f"--{flag.replace('_', '-')}"
             raise ValueError(
-                f"{name} {getattr(config, flag)} means nothing to --backend {config.backend}: leave it out"
+                f"{name} {getattr(config, flag)} has no effect with --backend {config.backend}: leave it out"
             )
     for flag, recipe in (("--qlinear", config.qlinear), ("--draft-qlinear", config.draft_qlinear)):
         if recipe is not None and recipe not in backend.recipes:
             raise ValueError(
-                f"{flag} {recipe}: --backend {config.backend} has no kernels for it, but for "
+                f"{flag} {recipe}: --backend {config.backend} has no kernels for it; it has them for "
                 f"{', '.join(backend.recipes)}"
             )
     if config.group_size is not None and GROUPED not in (config.qlinear, config.draft_qlinear):

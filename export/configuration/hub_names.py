@@ -8,7 +8,8 @@ _WRITTEN = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:@]+))
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository of models. ``revision`` None means its main branch, ``file`` None the whole model."""
+    """The name of a repository on the hub. A ``revision`` of None means its main branch, a ``file`` of None the whole
+    model."""
 
     repository: str
     revision: str | None = None
@@ -23,7 +24,7 @@ def hub_name(text: str) -> HubName | None:
     """Return ``text`` as a name on the hub, or None if it is not of that form. The caller must check first that no such
     path exists."""
     written = _WRITTEN.fullmatch(text)
-    if written is None or written["repository"].lower().endswith(".gguf"):  # it is a path
+    if written is None or written["repository"].lower().endswith(".gguf"):  # a path to a GGUF file
         return None
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id

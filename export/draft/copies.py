@@ -1,5 +1,5 @@
-"""Tables of a draft head that are copies of its target's, as several trainers save them: the head then takes the
-target's, and the artifact holds one. An embedding of Gemma 4 31B has 2.8 GB in bfloat16."""
+"""Finds tables of a draft head that are copies of its target's, as several trainers save them. The head then uses the
+target's, and the artifact holds one copy. An embedding of Gemma 4 31B has 2.8 GB in bfloat16."""
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -16,7 +16,7 @@ from eagle3.targets.spec import Skeleton
 
 TABLES = EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 SAMPLE = 64
-"""The rows that are compared first, spread over a table."""
+"""The number of rows, spread over a table, that are compared first."""
 ROWS = 4096
 
 
@@ -27,11 +27,12 @@ def without_copies(
     skeleton: Skeleton,
     tables: Collection[str] = TABLES,
 ) -> DraftDescription:
-    """Return the head without those of its ``tables`` that are bit for bit the target's, in whatever dtype.
+    """Return the head without those of its ``tables`` whose values equal the target's exactly, even if the dtypes
+    differ.
 
     Args:
-        source, headers: the target's checkpoint and the headers of its tensors that are read. A quantized tensor has no
-            copies
+        source, headers: the target's checkpoint and the headers of its tensors that are read. Quantized tensors are not
+            compared
     """
     if isinstance(draft, EagleDescription) and (draft.ties_lm_head or draft.mask_token_id is not None):
         return draft  # the embedding is the head's own
@@ -44,7 +45,7 @@ def without_copies(
         held = headers[theirs]
         if own.quantized or held.quantized or own.shape != held.shape:
             continue
-        with suppress(HeaderAlone):  # a dry run of files that were not fetched does not know
+        with suppress(HeaderAlone):  # a dry run has not fetched the values
             if _same(draft.source.tensor(name), source.tensor(theirs)):
                 copied.add(table)
     if not copied:
@@ -59,7 +60,8 @@ def without_copies(
 
 
 def _tables_of(headers: Mapping[str, TensorHeader], skeleton: Skeleton) -> dict[str, str]:
-    """Map ``EMBEDDING`` and ``LM_HEAD`` to the checkpoint's names of the target's; a tied head is the embedding."""
+    """Map ``EMBEDDING`` and ``LM_HEAD`` to the names of these tables in the target's checkpoint; if they are tied, both
+    map to the embedding."""
     found: dict[str, str] = {}
     for name in headers:
         own = skeleton.key_map(name) or ""
@@ -70,7 +72,7 @@ def _tables_of(headers: Mapping[str, TensorHeader], skeleton: Skeleton) -> dict[
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return True for equal tables. Most that differ do so in the sample, so that the rest is not read."""
+    """Return True for equal tables. Tables that differ usually differ in the sample, so the rest is not read."""
     step = max(1, len(one) // SAMPLE)
     if not torch.equal(one[::step].float(), other[::step].float()):
         return False

@@ -1,7 +1,6 @@
-"""A target without a draft head (``--draft none``): a description with no tensors, and a module that computes nothing.
-
-The artifact then has ``prefill``, ``target_verify`` and ``decode``, which return no features; the runner's lookup in
-the text proposes. With this description the plan, the lowering and the report need no branch of their own.
+"""Describes a target without a draft head (``--draft none``) by a description without tensors and a module that
+computes nothing, so that the plan, the lowering and the report need no separate branch. The artifact then has
+``prefill``, ``target_verify`` and ``decode``, which return no features, and the runner's prompt lookup proposes.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NoFiles(Source):
-    """A source without files, which takes the target's folder or file as its ``path``."""
+    """A source without files, whose ``path`` is the target's folder or file."""
 
     @staticmethod
     def recognizes(path: Path) -> bool:  # noqa: ARG004 - as every source's
@@ -53,7 +52,7 @@ def no_head(checkpoint: Path, target_config: "PreTrainedConfig") -> DraftDescrip
 
 
 class NoHead(Head):
-    """Has no parameters and is never called."""
+    """A module without parameters, which is never called."""
 
-    def attach(self, *_: Any) -> Self:  # noqa: ANN401 - it needs none of what heads are attached to
+    def attach(self, *_: Any) -> Self:  # noqa: ANN401 - it needs no parts
         return self

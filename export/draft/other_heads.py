@@ -16,7 +16,7 @@ _BY_NAME = {
     r"MistralLarge3": "an EAGLE head with Mistral Large 3's layers (MLA)",
     r"EagleDeep[Ss]eek": "an EAGLE head with MLA attention",
     r"Vispec|MultimodalEagle": "an EAGLE head that takes images (ViSpec, MSD)",
-    r"DSpark": "a DSpark head of a class of its own",
+    r"DSpark": "a DSpark head of an unknown class",
     r"XPress": "an xPress head in a form other than speculators'",
     r"Domino": "a Domino head in a form other than SpecForge's and speculators'",
     r"Medusa": "a Medusa head",
@@ -25,9 +25,9 @@ _BY_NAME = {
     r"Eagle3DeepseekV|Eagle3?Kimi|Eagle3MLA": "an EAGLE-3 head with MLA attention",
     r"ReDrafter|RecurrentDraft|recurrent_draft": "a ReDrafter head",
 }
-"""Patterns of the names in ``architectures`` and of ``model_type``."""
+"""Maps patterns of the names in ``architectures`` and of ``model_type`` to the kind of head, in words."""
 _BY_KEY = {
-    "dflash_config": "a head of the DFlash family of a class of its own",
+    "dflash_config": "a head of the DFlash family of an unknown class",
     "medusa_num_heads": "a Medusa head",
     "hydra_num_heads": "a Hydra head",
 }
@@ -40,23 +40,23 @@ _BY_TENSOR = {
 }
 _SPECULATORS = ("eagle", "eagle3", "peagle")
 _LISTED = "which is not supported: eagle3-export --list-drafts lists the kinds that are"
-GGUF_HEAD = "GGUF heads are not read: type --draft with the checkpoint that it was converted from"
+GGUF_HEAD = "GGUF heads are not read: type --draft with the checkpoint that the head was converted from"
 PARAMS = "params.json"
 MISTRALS_FORM = f"is in Mistral's own form ({PARAMS}, no config.json), {_LISTED}"
 
 
 def refuse_other_forms(folder: Path) -> None:
-    """Raise ValueError for a head in files of another form alone: GGUF, or Mistral's own."""
+    """Raise ValueError for a head that is only available in an unsupported format: GGUF, or Mistral's own."""
     ggufs = sorted(path.name for path in folder.glob("*") if path.suffix.lower() == SUFFIX)
     if ggufs and not any(source.recognizes(folder) for source in SOURCES):
-        raise ValueError(f"{folder} has GGUF weights alone ({ggufs[0]}): {GGUF_HEAD}")
+        raise ValueError(f"{folder} has only GGUF weights ({ggufs[0]}): {GGUF_HEAD}")
     if (folder / PARAMS).is_file() and not (folder / "config.json").is_file():
         raise ValueError(f"{folder} {MISTRALS_FORM}")
 
 
 def refuse_named_heads(file: Path, config: dict[str, Any]) -> None:
-    """Raise ValueError, which names the kind of head, if ``config.json`` alone says that it is not an EAGLE head. What
-    it says of an MTP layer is left to ``refuse_other_heads``."""
+    """Raise ValueError, which names the kind of head, if ``config.json`` alone shows that the head is not an EAGLE
+    head. ``refuse_other_heads`` handles MTP layers."""
     _refuse(file, config, [what for what in _named(config) if what != _MTP])
 
 
@@ -85,7 +85,8 @@ def _named(config: dict[str, Any]) -> list[str]:
 
 
 def _refuse_own_layer(folder: Path, model_type: str, tensors: Collection[str]) -> None:
-    """Raise ValueError for a target with an MTP layer of its own, and for the layer of one whose layers are read."""
+    """Raise ValueError for a target's checkpoint with an MTP layer, and for a single MTP layer of a supported
+    target."""
     whole = has_target_layers(tensors)
     if whole and model_type in MODEL_TYPES:
         raise ValueError(
@@ -94,12 +95,12 @@ def _refuse_own_layer(folder: Path, model_type: str, tensors: Collection[str]) -
         )
     if whole:
         raise ValueError(
-            f"{folder} is a {model_type} model with an MTP layer of a form that is not read, no head by itself: type "
+            f"{folder} is a {model_type} model with an MTP layer of an unsupported form, no head by itself: type "
             "--draft with a head"
         )
     if model_type in MODEL_TYPES:
         raise ValueError(
-            f"{folder} is the MTP layer of a {model_type} model alone, which is read out of the whole model's "
+            f"{folder} is the MTP layer of a {model_type} model alone, but it is read from the whole model's "
             "checkpoint: type --checkpoint with its folder or its name on the hub, and --draft mtp"
         )
 

@@ -1,5 +1,5 @@
-"""Reads a draft checkpoint of any kind and system into a ``DraftDescription``: a kind that recognizes the configuration
-reads it, else it is an EAGLE head, or refused by name."""
+"""Reads a draft checkpoint of any kind and system into a ``DraftDescription``. The kind that recognizes the
+configuration reads it; otherwise it is read as an EAGLE head, or refused by name."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def read_draft(
     Args:
         dialect: a name of ``DIALECTS``; None for the first that recognizes the checkpoint
         norm_before_residual: None for the checkpoint's value
-        rope: what the flags say of the head's RoPE. All three are of EAGLE heads alone
+        rope: the values of the flags for the head's RoPE. These three arguments are only for EAGLE heads
 
     Raises:
         FileNotFoundError: the folder lacks a file
@@ -41,7 +41,7 @@ def read_draft(
             flags: dict[str, Any] = {"--draft-dialect": dialect, "--norm-before-residual": norm_before_residual}
             flags |= {"--draft-rope-theta": rope.theta, "--draft-partial-rotary": rope.part}
             if flag := next((flag for flag, value in flags.items() if value is not None), None):
-                raise ValueError(f"{flag} is for EAGLE heads, {folder} is a head of the kind {name}: leave it out")
+                raise ValueError(f"{flag} is for EAGLE heads, but {folder} is a head of the kind {name}: leave it out")
             return kind.load().read(folder, config, source)
     refuse_named_heads(file, config)
     headers = source.headers()

@@ -1,5 +1,5 @@
-"""Compares a small copy of a draft head, computed by our module, with code that is not ours or not a module, over
-chunks, steps and rollbacks. The head's kind says which code that is."""
+"""Compares a small copy of a draft head with an independent computation, over chunks, steps and rollbacks: with another
+project's code or with plain formulas, as the head's kind says."""
 
 from typing import Any
 
@@ -9,15 +9,14 @@ from eagle3.export.twin.comparison import TOLERANCE
 
 
 def check_draft(draft: DraftDescription, taps: int, norm_before_residual: bool | None = None) -> dict[str, Any]:
-    """Compare the twins of a head that fuses ``taps`` states of its target; return the manifest's entry on it.
-
-    ``norm_before_residual`` is the flag's value, None where the user gave none. Raises ValueError where the twins
-    differ or ours does not run.
+    """Compare a small copy of a head that fuses ``taps`` states of its target, and return the manifest's entry on the
+    comparison. ``norm_before_residual`` is the flag's value, None if it was not given. Raises ValueError if the results
+    differ or the head cannot be computed.
     """
     file = draft.folder / "config.json"
     try:
         compared = KINDS[draft.kind].load().compare(draft, taps, norm_before_residual)
-    except OSError:  # of the disk, not of the head
+    except OSError:  # a fault of the disk, not of the head
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__

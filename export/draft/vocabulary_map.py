@@ -12,7 +12,8 @@ def largest_id(draft: DraftDescription) -> int:
 
 
 def _ids(draft: DraftDescription) -> tuple[Tensor, Tensor]:
-    """Return the target's id of each draft id, and what the file holds, offsets unless the description says ids."""
+    """Return the target's id of each draft id, and the values in the file: offsets, or ids if the description says
+    so."""
     (name,) = (name for name, own in draft.tensor_names.items() if own == "d2t")
     held = draft.source.tensor(name).long()
     return held if draft.d2t_holds_ids else held + torch.arange(len(held)), held
@@ -29,15 +30,15 @@ def check_vocabulary_map(draft: DraftDescription, vocabulary: int) -> None:
     if ids.min() < 0 or ids.max() >= vocabulary or ids.unique().numel() != ids.numel():
         raise ValueError(
             f"{draft.folder}: d2t maps draft ids to {int(ids.min())}..{int(ids.max())}, "
-            f"{ids.numel() - ids.unique().numel()} of them twice, but must hit 0..{vocabulary - 1} once each: "
-            "d2t holds offsets (target id - draft id), not ids"
+            f"{ids.numel() - ids.unique().numel()} of them twice, but must map to different ids in "
+            f"0..{vocabulary - 1}: d2t holds offsets (target id - draft id), not ids"
         )
     if told is not None:
         _check_selector(draft, told, ids, offsets, vocabulary)
     elif _could_be_ids(offsets, vocabulary):
         raise ValueError(
-            f"{draft.folder}: d2t could be ids as well as offsets (its values ascend, each is there once) and no "
-            "t2d says which: d2t holds offsets (target id - draft id); add t2d, or write d2t minus 0, 1, 2, ..."
+            f"{draft.folder}: d2t could hold ids or offsets (its values ascend without repeats), and there is no t2d "
+            "to decide: d2t holds offsets (target id - draft id); add t2d, or write d2t minus 0, 1, 2, ..."
         )
 
 
@@ -51,8 +52,8 @@ def _check_selector(draft: DraftDescription, told: Tensor, ids: Tensor, offsets:
         raise ValueError(f"{draft.folder}: d2t holds target ids, but must hold offsets: subtract 0, 1, 2, ... from it")
     both = torch.isin(ids, named).sum()
     raise ValueError(
-        f"{draft.folder}: t2d names {len(named)} target ids, d2t maps to {len(ids)}, and {int(both)} are the same: "
-        "the two are of different heads, or one is damaged"
+        f"{draft.folder}: t2d names {len(named)} target ids, d2t maps to {len(ids)}, and {int(both)} are the same: the "
+        "two belong to different heads, or one is damaged"
     )
 
 

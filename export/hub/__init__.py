@@ -1,2 +1,2 @@
-"""Takes checkpoints by their names on the Hugging Face hub, from the cache or by download; a dry run reads only
+"""Finds checkpoints by their names on the Hugging Face hub, in the cache or by download; a dry run reads only
 headers."""

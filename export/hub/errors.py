@@ -18,12 +18,12 @@ from huggingface_hub.errors import (
 
 from eagle3.export.configuration.hub_names import HubName
 
-_OTHER_LENGTH = "Consistency check failed"  # the message of huggingface_hub's OSError, which has no class of its own
+_OTHER_LENGTH = "Consistency check failed"  # the message of an error of huggingface_hub that has no class but OSError
 LOG_IN = "type hf auth login, or set HF_TOKEN"
 
 
 class Unreachable(OSError):
-    """Raised where the hub gives no answer: offline, without a connection, or while it is down."""
+    """Raised if the hub gives no answer: in offline mode, without a connection, or while the hub is down."""
 
 
 @contextmanager
@@ -41,14 +41,14 @@ def one_line(name: HubName, flag: str) -> Iterator[None]:
         yield
     except GatedRepoError as error:
         raise PermissionError(
-            f"{repository} is gated: accept its terms on {hub}/{repository}, then {LOG_IN} of that account"
+            f"{repository} is gated: accept its terms on {hub}/{repository}, then {LOG_IN} to a token of that account"
         ) from error
     except DisabledRepoError as error:
         raise PermissionError(f"{repository} is disabled on {hub}: type {flag} with another repository") from error
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
-            f"{flag} {name}: no such path is here, and {hub} has no repository {repository} that this user may see: "
-            f"correct the name; if it is private, {LOG_IN}"
+            f"{flag} {name}: no such path exists here, and {hub} has no repository {repository} that this user may "
+            f"see: correct the name; if it is private, {LOG_IN}"
         ) from error
     except RevisionNotFoundError as error:
         raise FileNotFoundError(
@@ -64,7 +64,7 @@ def one_line(name: HubName, flag: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         code = error.response.status_code
         kind = Unreachable if code >= 500 or code == 429 else PermissionError if code in (401, 403) else OSError
-        advice = f"{LOG_IN} of a token that may read it" if kind is PermissionError else "try again later"
+        advice = f"{LOG_IN} to a token that may read it" if kind is PermissionError else "try again later"
         raise kind(f"{hub} answered {code} for {repository} ({_first(error)}): {advice}") from error
     except httpx2.TransportError as error:
         raise Unreachable(_silent(name, flag, error)) from error
@@ -72,23 +72,23 @@ def one_line(name: HubName, flag: str) -> Iterator[None]:
         if not str(error).startswith(_OTHER_LENGTH):
             raise
         raise OSError(
-            f"a file of {name} did not come as long as the hub says ({_first(error)}): type the command again; if that "
-            "does not help, the upload is damaged: name another revision"
+            f"a downloaded file of {name} has another length than the hub says ({_first(error)}): type the command "
+            "again; if that does not help, the upload is damaged: name another revision"
         ) from error
 
 
 def _offline(name: HubName, flag: str) -> str:
     return (
-        f"{flag} {name}: no such path is here, it is not whole in the cache {constants.HF_HUB_CACHE}, and "
-        f"HF_HUB_OFFLINE is set: correct the path, or unset HF_HUB_OFFLINE to ask the hub"
+        f"{flag} {name}: no such path exists here, the cache {constants.HF_HUB_CACHE} does not hold it completely, and "
+        "HF_HUB_OFFLINE is set: correct the path, or unset HF_HUB_OFFLINE to ask the hub"
     )
 
 
 def _silent(name: HubName, flag: str, error: Exception) -> str:
     return (
-        f"{flag} {name}: no such path is here, it is not whole in the cache {constants.HF_HUB_CACHE}, and "
+        f"{flag} {name}: no such path exists here, the cache {constants.HF_HUB_CACHE} does not hold it completely, and "
         f"{constants.ENDPOINT} cannot be reached ({_first(error)}): correct the path, or check the connection and "
-        "HF_ENDPOINT and type the command again: files that are whole are not fetched twice"
+        "HF_ENDPOINT and type the command again: complete files are not fetched twice"
     )
 
 

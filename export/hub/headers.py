@@ -1,5 +1,5 @@
-"""Fetches what a dry run reads of a repository: small configurations, and by range requests the headers of
-safetensors."""
+"""Fetches the parts of a repository that a dry run reads: small configurations, and the headers of safetensors files,
+by range requests."""
 
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,8 @@ from eagle3.export.hub.snapshots import Snapshot
 AT_ONCE = 8
 """The number of concurrent requests, huggingface_hub's own default."""
 VALUES = ("d2t", "t2d", "token_ordering", "weight_shape")
-"""The last parts of the names of small tensors whose values planning reads: 0.5 MB for Gemma 4 31B's head."""
+"""The last parts of the names of small tensors whose values planning reads; for Gemma 4 31B's head the values take 0.5
+MB."""
 _DTYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
 
 

@@ -20,7 +20,7 @@ SMALL = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG)
 class Role:
     """The part that a repository plays in an export, and the configurations that are read from it.
 
-    ``certain`` are files whose absence from the cache is believed only if the cache records that the repository lacks
+    ``certain`` lists files that may be absent from a complete cache only if the cache records that the repository lacks
     them.
     """
 
@@ -84,7 +84,9 @@ def _like_shards(single: str, listed: Collection[str]) -> list[str]:
 
 def _gguf_parts(repository: str, file: str, listed: Collection[str]) -> list[str]:
     if not file.lower().endswith(SUFFIX):
-        raise ValueError(f"{repository}:{file}: only GGUF files are named so: type {repository} for the whole model")
+        raise ValueError(
+            f"{repository}:{file}: a file may be named only if it is GGUF: type {repository} for the whole model"
+        )
     if file not in listed:
         has = _ggufs(listed)
         raise ValueError(f"{repository} has no {file}" + (f", but {has}" if has else " and no other GGUF file"))

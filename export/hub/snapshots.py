@@ -26,8 +26,8 @@ from eagle3.export.output.contents import TOKENIZER
 class Snapshot:
     """The files that an export reads of a repository at a commit.
 
-    ``sizes`` maps each file to its bytes, or to 0 if the hub does not say. ``folder`` is where the cache holds the
-    files. It is None if the cache is not known to be complete; ``missing`` are the files that the cache lacks.
+    ``sizes`` maps each file to its bytes, or to 0 if the hub does not say. ``folder`` is the folder of the cache that
+    holds the files, or None if the cache is not known to be complete; ``missing`` lists the files that the cache lacks.
     """
 
     name: HubName
@@ -38,7 +38,7 @@ class Snapshot:
     sizes: dict[str, int]
     index: str | None = None
     adapter: bool = False
-    """True if the repository has a LoRA beside the weights."""
+    """True if the repository has a LoRA adapter beside the weights."""
     tokenizer: str | None = None
     """The hash of tokenizer.json, sha256 or git's sha1. None if there is no such file."""
     folder: Path | None = None

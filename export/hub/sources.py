@@ -48,7 +48,7 @@ class Sources:
         if not self.headers_suffice:
             which = next(snapshot for snapshot in self.missing if snapshot.kind not in ("safetensors", ""))
             raise ValueError(
-                f"{which.name} has {which.kind} weights, of which a dry run cannot fetch the headers alone: type "
+                f"{which.name} has {which.kind} weights, and a dry run cannot fetch their headers alone: type "
                 f"--download to fetch {gigabytes(which.missing_bytes)} first, or name a repository of safetensors"
             )
         with TemporaryDirectory(prefix="eagle3-headers-") as folder, named_as_typed(folder):
@@ -96,7 +96,8 @@ class Sources:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield a line on each repository, and warnings about what is not read or not compared."""
+        """Yield a line on each repository, and warnings about adapters that are not read and tokenizers that are not
+        compared."""
         for name, snapshot in self.snapshots.items():
             takes = f"{gigabytes(snapshot.missing_bytes)} to download" if snapshot.missing else "in the cache"
             yield f"hub      {FLAGS[name]} {snapshot}: {takes}"
@@ -143,7 +144,7 @@ def named_as_typed(folder: str) -> Iterator[None]:
 def find_sources(config: ExportConfig, download: bool = False) -> Sources:
     """Look up the hub names in the flags and in the target's entry, in the cache first.
 
-    Flags with paths only make no request.
+    No request is made if all flags are paths.
 
     Args:
         download: allow the download of repositories that only the entry names
@@ -153,7 +154,7 @@ def find_sources(config: ExportConfig, download: bool = False) -> Sources:
         OSError, ValueError: see ``listed``
     """
     config = with_shipped_head(config)
-    if config.draft is None and uses_own_layer(config):  # what follows need not look into the checkpoint again
+    if config.draft is None and uses_own_layer(config):  # so that later stages need not look into the checkpoint again
         config = replace(config, draft=Path(OWN_LAYER))
     named, given = names_of(config)
     if not named:
@@ -185,8 +186,8 @@ def with_shipped_head(config: ExportConfig) -> ExportConfig:
 
 
 def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
-    """Return the names on the hub by field, and the fields that the user typed. A name that is an existing path does
-    not count.
+    """Return the names on the hub by field, and the fields that the user typed. An existing path is not taken for a
+    name.
 
     Raises ValueError for a head's number that the target's entry does not have, and if no head is known.
     """
@@ -214,13 +215,14 @@ def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
 
 
 def _heads_for(checkpoint: HubName | None) -> tuple[str, ...]:
-    """Return the heads of the target whose repository was typed as the checkpoint."""
+    """Return the published heads of the target whose repository ``checkpoint`` is; empty if no entry has it."""
     entries = (spec.heads for spec in TARGETS.values() if checkpoint and spec.repository == checkpoint.repository)
     return next(entries, ())
 
 
 def _head(text: str, heads: tuple[str, ...], target: str) -> HubName | None:
-    """Return the head with this number, or with this name behind its organization. None if ``text`` is neither."""
+    """Return the head that ``text`` selects, by its number in the list or by its name without the organization. Returns
+    None if there is no such name."""
     if text.isdecimal():
         if not 1 <= int(text) <= len(heads):
             raise _no_such_head(text, target, len(heads))
@@ -254,8 +256,8 @@ def _not_here(target: str, snapshots: list["Snapshot"]) -> str:
     which = " and ".join(f"{s.name} ({gigabytes(s.missing_bytes)})" for s in snapshots)
     flags = " and ".join(s.role.flag for s in snapshots)
     return (
-        f"{target} takes {which}, not in the cache: type --download to fetch {total}, --dry-run to see what would be "
-        f"done, or {flags} with a folder or a name of your own"
+        f"{target} takes {which}, which the cache lacks: type --download to fetch {total}, --dry-run to print the "
+        f"plan, or {flags} with a folder or a name of your own"
     )
 
 

@@ -38,7 +38,7 @@ class Backend(Protocol):
     dtype: "torch.dtype"
     """The dtype of activations and caches."""
     eager_on_host: bool
-    """True where the prepared module runs eagerly on this machine, which the check of the artifact needs."""
+    """True if the prepared module runs eagerly on this machine, which the check of the artifact needs."""
 
     @property
     def attention(self) -> "AttentionFactory":
@@ -54,10 +54,10 @@ class Backend(Protocol):
         """Return the GPU memory that a run takes; None for a CPU, where weights are mapped."""
 
     def suggest_flags(self, plan: "Plan", has: int, /) -> str | None:
-        """Return flags with which a run takes no more than ``has`` bytes; None where there are none."""
+        """Return flags with which a run takes no more than ``has`` bytes; None if there are none."""
 
     def export_bytes(self, plan: "Plan", /) -> int | None:
-        """Return the memory that the export takes on this machine beside ``held_bytes``; None where weights stay
+        """Return the memory that the export takes on this machine in addition to ``held_bytes``; None if weights stay
         mapped."""
 
     def held_bytes(self, plan: "Plan", /) -> int:
@@ -73,13 +73,14 @@ class Backend(Protocol):
         on their layouts."""
 
     def tracing(self, speculator: "Eagle3Speculator", plan: "Plan", /) -> AbstractContextManager[None]:
-        """Return a context around each trace."""
+        """Return the context in which each method is traced."""
 
     def exact_activations(self) -> AbstractContextManager[object]:
-        """Return a context in which the prepared module does not quantize activations, where ``eager_on_host``."""
+        """Return a context in which the prepared module does not quantize activations; used only if
+        ``eager_on_host``."""
 
     def runs_here(self) -> bool:
-        """Return whether this machine can run the artifacts."""
+        """Return True if this machine can run the artifacts."""
 
     def describe(self, programs: "Mapping[str, ExportedProgram]", plan: "Plan", /) -> dict[str, Any]:
         """Return the manifest's entry on the kernels. Raises ValueError for a graph that must not be lowered."""
@@ -87,7 +88,7 @@ class Backend(Protocol):
     def lower(
         self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], plan: "Plan", /
     ) -> "tuple[ExecutorchProgramManager, dict[str, Any]]":
-        """Return the program, and the entry of ``export.json`` on what was compiled."""
+        """Lower the traced methods. Return the program, and entries for ``export.json`` about the compiled code."""
 
 
 def load_backend(name: str) -> Backend:

@@ -12,7 +12,7 @@ ExecuTorch requests one before and after a method is compiled, which is enough."
 
 @contextmanager
 def collected_rarely() -> Iterator[None]:
-    """Exempt existing objects from garbage collection while the context lasts, and collect new ones rarely."""
+    """Exempt existing objects from garbage collection within the context, and collect new objects rarely."""
     earlier = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
@@ -24,5 +24,5 @@ def collected_rarely() -> Iterator[None]:
 
 
 def not_collected_at_exit() -> None:
-    """Let this process end without a collection of all objects that an export has made, which takes seconds."""
+    """Make this process end without a final garbage collection, which takes seconds after an export."""
     atexit.register(gc.freeze)

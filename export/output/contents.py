@@ -1,4 +1,4 @@
-"""The files of an artifact other than its program: the tokenizer's files, and ``export.json``, the record of the
+"""Writes the files of an artifact: the program, the tokenizer's files, and ``export.json``, the record of the
 export."""
 
 import hashlib
@@ -47,7 +47,7 @@ def sha256_by_name(paths: Iterable[Path]) -> dict[str, str]:
 
 
 class HashedFile:
-    """A file to write to, with a thread that hashes the data as it is written."""
+    """A file that hashes the data written to it, in a thread."""
 
     def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor):
         self._file, self._pool, self._digest = file, pool, hashlib.sha256()
@@ -74,7 +74,8 @@ def write_program(program: "ExecutorchProgramManager", folder: Path) -> dict[str
     with hashed_file(folder / MODEL_FILE) as file:
         program.write_to_file(file)
     digests = {MODEL_FILE: file.sha256()}
-    for name, data in program._tensor_data.items():  # write_tensor_data_to_file would open the files itself
+    # write_tensor_data_to_file would not hash the files
+    for name, data in program._tensor_data.items():
         path = folder / (name if name.endswith(".ptd") else f"{name}.ptd")
         with hashed_file(path) as file:
             data.write_to_file(file)

@@ -1,8 +1,7 @@
-"""The output folder: it appears whole or not at all, and nothing that an export did not write is ever deleted.
-
+"""Makes the output folder. It appears whole or not at all, and only files that an export wrote are ever deleted.
 Everything is written into a hidden folder next to the final one, ``.NAME.partial-PID-RANDOM``, which is renamed when it
-is complete. Between two renames the earlier folder is ``.NAME.replaced-PID-RANDOM``. Whatever ends an export early, the
-final name keeps its earlier contents. ``lock.py`` refuses a second export into the same folder, and cleans up after a
+is complete. Between two renames the earlier folder is ``.NAME.replaced-PID-RANDOM``. If an export ends early, the
+folder keeps its earlier contents. ``lock.py`` refuses a second export into the same folder, and cleans up after a
 killed one.
 """
 
@@ -42,7 +41,7 @@ def check_output(folder: Path, overwrite: bool) -> None:
             raise FileExistsError(f"{folder} is a file: --output-dir must name a folder")
     except PermissionError as error:
         at = error.filename or place
-        raise PermissionError(f"this user may not read or write {at}: name another --output-dir") from error
+        raise PermissionError(f"this user has no permission for {at}: name another --output-dir") from error
 
 
 @contextmanager
@@ -63,8 +62,8 @@ def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def full_disk_named(folder: Path, needed: int) -> Iterator[None]:
-    """Turn any error that a full disk caused, in this process or in a compiler, into one OSError that says how much is
-    needed and free.
+    """Turn any error that a full disk caused, in this process or in a compiler, into one OSError with the needed and
+    the free space.
 
     ``needed`` is the approximate size of the artifact in bytes.
     """
@@ -111,8 +110,7 @@ def _check_parent(folder: Path, place: Path) -> None:
 def _check_place(folder: Path, place: Path) -> None:
     if _is_mount_point(place):
         raise OSError(
-            f"{folder} is a mount point, which no finished folder can take the place of: "
-            f"type --output-dir {folder / 'NAME'}"
+            f"{folder} is a mount point, which cannot be replaced by a rename: type --output-dir {folder / 'NAME'}"
         )
     with suppress(FileNotFoundError):  # the working folder was removed
         if Path.cwd().is_relative_to(place):
@@ -141,8 +139,8 @@ def _check_content(folder: Path, place: Path, overwrite: bool) -> None:
     if strange is not None:
         name, why = strange
         raise FileExistsError(
-            f"{folder} holds {name}, which eagle3-export did not write ({why}): --overwrite replaces an artifact "
-            "alone, name another --output-dir"
+            f"{folder} holds {name}, which eagle3-export did not write ({why}): --overwrite replaces only artifacts, "
+            "name another --output-dir"
         )
     if not os.access(place, os.W_OK | os.X_OK):
         raise PermissionError(13, "not writable", str(place))
@@ -175,7 +173,8 @@ def _not_written(place: Path) -> tuple[str, str] | None:
 
 @cache
 def _sha256_of(path: Path, _identity: tuple[int, ...]) -> str:
-    """Hash a file once, and again after it has changed: an artifact is checked before an export and at its end."""
+    """Return a file's sha256, cached until the file changes, since an artifact is checked before an export and at its
+    end."""
     return sha256(path)
 
 
@@ -194,7 +193,8 @@ def _recorded(file: Path) -> dict[str, tuple[int, str]] | None:
 def _stopped_by_interrupt() -> Iterator[None]:
     """Let Ctrl-C unwind as KeyboardInterrupt and SIGTERM as Terminated, so that the partial folder is removed.
 
-    PyTorch's tracer may turn it into another error and log a traceback. That error is turned back, and the log is off.
+    PyTorch's tracer may turn the exception into another error and log a traceback. This context turns that error back
+    and disables logging.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield

@@ -76,7 +76,7 @@ def _tidy(place: Path, stale: list[Path]) -> None:
     aside = sorted((path for path, _ in _beside(place, REPLACED)), key=lambda path: path.stat().st_ctime_ns)
     if aside and not (place.is_dir() and any(place.iterdir())):
         os.rename(aside.pop(), place)
-    if (place / EXPORT_RECORD).is_file():  # the new artifact or the restored earlier one is in place
+    if (place / EXPORT_RECORD).is_file():  # ``place`` holds the new artifact or the restored earlier one
         for path in aside:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -99,7 +99,7 @@ def _beside(place: Path, kind: str) -> list[tuple[Path, str | None]]:
 
 @contextmanager
 def _alone_in(parent: Path) -> Iterator[None]:
-    """Make exports that begin at the same time check for others one after the other.
+    """Hold a lock on ``parent``, so that exports that begin at the same time check for each other in turn.
 
     An export that has waited for ``PATIENCE`` goes on without the lock, which another program may hold.
     """

@@ -14,7 +14,8 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Progress:
-    """``stages`` is a list of ``{"stage", "seconds", "peak_mb"}``, in the order in which the stages ended."""
+    """Prints and records the stages of an export. ``stages`` is a list of ``{"stage", "seconds", "peak_mb"}``, in the
+    order in which the stages ended."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)

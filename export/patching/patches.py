@@ -1,8 +1,8 @@
 """The register of patches: every part of another package that an export replaces while it runs, with the reason.
 
-A patch is named by what it replaces, as ``package.module.attribute``. ``replaced`` and ``with_items`` apply a patch
-within a context. They refuse a name that is not registered here, or that the installed package does not have. Patches
-hold only for the versions that they were tested with (``tested_versions.py``).
+A patch has the name of the attribute that it replaces, as ``package.module.attribute``. ``replaced`` and ``with_items``
+apply a patch within a context. They refuse a name that is not registered here, or that the installed package does not
+have. Patches hold only for the versions that they were tested with (``tested_versions.py``).
 """
 
 import importlib
@@ -19,8 +19,8 @@ from eagle3.export.patching.tested_versions import TESTED
 
 @dataclass(frozen=True)
 class Patch:
-    """``optional`` is True if some builds of the package lack the attribute. ``thread`` is the address of upstream's
-    discussion, if there is one."""
+    """A patch's reason. ``optional`` is True if some builds of the package lack the attribute. ``thread`` is the
+    address of upstream's discussion, if there is one."""
 
     why: str
     optional: bool = False
@@ -31,12 +31,12 @@ def _group(why: str, *names: str, prefix: str = "", optional: bool = False, thre
     return {f"{prefix}{name}": Patch(why, optional, thread) for name in names}
 
 
-_GPU = "it would ask the GPU that is only named: the answer is the named one's"
-_WEIGHTS = "weights stay on the host, where fake CUDA tensors know them"
+_GPU = "it would query a GPU that this machine lacks: it returns the properties of the GPU in --cuda-arch"
+_WEIGHTS = "weights stay on the host, and fake CUDA tensors stand for them"
 PATCHES: dict[str, Patch] = {
     # --- Any backend
     **_group(
-        "a pass that would change no node leaves the graph, and what it repeats keeps the shapes that it had",
+        "a pass that changes no node returns the graph as it is, and repeated nodes keep their shapes",
         "executorch.exir.pass_base._ExportPassBase.call",
         *(
             f"{base}.{name}"
@@ -49,25 +49,27 @@ PATCHES: dict[str, Patch] = {
     ),
     **_group(
         "a program for the CPU is decomposed once, and only the nodes that decompositions change are traced; for CUDA "
-        "it is noted what each node was computed by",
+        "the operator that each node came from is recorded",
         "torch.export.ExportedProgram.run_decompositions",
     ),
     # --- The twin check
     **_group(
-        "a model in which no layer keeps keys cannot be built; of each family's own configuration",
+        "it rejects a model in which no layer keeps keys; replaced in each family's own configuration",
         "transformers.models.gemma4.configuration_gemma4.Gemma4TextConfig.kv_sharing_modes",
     ),
     # --- The CPU
     **_group(
-        "it copies the whole graph and makes Python of it for each delegate; order is all that is wanted",
+        "it copies the whole graph and compiles it to Python for each delegate, only to sort it: the graph is sorted "
+        "in place",
         "executorch.exir.lowered_backend_module.legalize_graph",
     ),
     **_group(
-        "passes for convolutions, norms of batches and padding cannot change a program of linear layers",
+        "passes for convolutions, batch norms and padding, which cannot change a program of linear layers, are left "
+        "out",
         "executorch.backends.xnnpack.xnnpack_preprocess.XNNPACKPassManager",
     ),
     **_group(
-        "bytes of a weight are kept once for all delegates and methods",
+        "the bytes of a weight are stored once for all delegates and methods",
         "executorch.backends.xnnpack.xnnpack_preprocess.NamedDataStore",
     ),
     **_group(
@@ -75,23 +77,25 @@ PATCHES: dict[str, Patch] = {
         "executorch.backends.xnnpack.xnnpack_preprocess.XnnpackBackend.copy_exported_program_for_preprocess",
     ),
     **_group(
-        "operations over the used slots of a cache, whose number is an input's value, are XNNPACK's as well",
+        "operations over the used slots of a cache, whose number is the value of an input, are delegated to XNNPACK as "
+        "well",
         "executorch.backends.xnnpack.partition.config.xnnpack_config.has_free_unbacked_symbols",
     ),
     **_group(
-        "a weight's name has its scales' hash: weights with the same codes and other scales would be one",
+        "a weight's name includes the hash of its scales: otherwise weights with equal codes and different scales "
+        "would be stored as one",
         "executorch.backends.xnnpack.operators.node_visitor.NodeVisitor.get_serialized_buffer_index",
     ),
     **_group(
-        "a rotation is a product with a permutation, one node instead of four; of each family's own module",
+        "a rotation is a product with a permutation, one node instead of four; replaced in each family's own module",
         "transformers.models.llama.modeling_llama.rotate_half",
     ),
     **_group(
-        "queries and keys are rotated as projections give them; of each family's own module",
+        "queries and keys are rotated in the layout of their projections; replaced in each family's own module",
         "transformers.models.llama.modeling_llama.apply_rotary_pos_emb",
     ),
     **_group(
-        "the search for scales leaves out groups that do not change any more: same codes and scales",
+        "the search for scales leaves out groups that have converged; codes and scales stay the same",
         "torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor."
         "_choose_qparams_and_quantize_scale_only_hqq",
     ),
@@ -100,40 +104,42 @@ PATCHES: dict[str, Patch] = {
         "executorch.exir.program._program.contains_any_call_fn_target_op",
     ),
     **_group(
-        "Python is made of a graph when it is called, which hardly any is",
+        "a graph is compiled to Python on its first call, since hardly any graph is called",
         "torch.fx.GraphModule.recompile",
     ),
     **_group(
-        "the Python stack of each traced node is looked up for nobody", "torch.fx.config.do_not_emit_stack_traces"
+        "the Python stack of each traced node is not collected, since no artifact holds it",
+        "torch.fx.config.do_not_emit_stack_traces",
     ),
     # --- CUDA, with a GPU and without
     **_group(
-        "linears and embeddings of quantized weights take our kernels (``graph``'s dispatch)",
+        "linears and embeddings with quantized weights are dispatched to the kernels of this package",
         "torchao.quantization.IntxUnpackedToInt8Tensor._TORCH_FN_TABLE",
         "torchao.quantization.IntxUnpackedToInt8Tensor._ATEN_OP_TABLE",
     ),
     **_group(
-        "a Triton kernel is analyzed once for all calls alike, and its counters count as read only",
+        "a Triton kernel is analyzed once for all calls of the same form, and its counters count as read only",
         "identify_accessed_tensors",
         "identify_mutated_tensors",  # its name in torch 2.11
         prefix="torch._higher_order_ops.triton_kernel_wrap.",
         optional=True,
     ),
     **_group(
-        "a program that repeats the compilation is written for a log that nobody keeps",
+        "a program that reproduces the compilation is not written, since its log is not kept",
         "torch._dynamo.repro.after_aot.save_graph_repro",
     ),
     **_group(
-        "sines and cosines of positions are computed once a forward",
+        "sines and cosines of positions are computed once per forward",
         "torch._inductor.lowering.lowerings",
     ),
     **_group(
-        "independent small kernels become one launch",
+        "independent small kernels are launched together",
         "torch._inductor.codegen.triton_combo_kernel._custom_combo_kernel_horizontal_partition_algorithm",
         "torch._inductor.scheduler.ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels",
     ),
     **_group(
-        "a loop of a kernel loads what other threads have stored in an earlier one: a barrier is between the two",
+        "a loop of a kernel may load values that other threads stored in an earlier loop: a barrier is added between "
+        "the two",
         "torch._inductor.codegen.triton.TritonKernel.codegen_body",
     ),
     **_group(
@@ -141,7 +147,7 @@ PATCHES: dict[str, Patch] = {
         "torch._inductor.decomposition.decompositions",
     ),
     **_group(
-        "what each method launches is recorded for the cost model",
+        "the launches of each method are recorded for the cost model",
         "executorch.backends.cuda.cuda_backend.CudaBackend.get_extra_aoti_compile_context_manager",
         "torch._inductor.codegen.cpp_wrapper_gpu.CppWrapperGpu._generate_kernel_call_helper",
         "torch._inductor.codegen.cpp_wrapper_gpu.CppWrapperGpu.finalize_prefix",
@@ -157,7 +163,7 @@ PATCHES: dict[str, Patch] = {
         "accelerator.is_available",
         "_C._cuda_getCurrentRawStream",
         prefix="torch.",
-        optional=True,  # a CPU build lacks some
+        optional=True,  # CPU builds of PyTorch lack some of them
     ),
     **_group(
         _GPU,
@@ -180,14 +186,15 @@ PATCHES: dict[str, Patch] = {
         prefix="torch._dynamo.device_interface.CudaInterface.",
     ),
     **_group(
-        "code is for plain architectures, so that its PTX runs on later ones",
+        "code is compiled for architectures without the suffix a, so that its PTX runs on later ones",
         "sm_arch_from_capability",
         "CUDABackend.make_ttgir",
         "CUDABackend.make_llir",
         prefix="triton.backends.nvidia.compiler.",
     ),
     **_group(
-        "code is for plain architectures", "torch._inductor.codegen.cuda.compile_utils._nvcc_arch_as_compile_option"
+        "code is compiled for architectures without the suffix a",
+        "torch._inductor.codegen.cuda.compile_utils._nvcc_arch_as_compile_option",
     ),
     **_group("nothing is loaded or launched", "torch._inductor.runtime.triton_helpers.set_driver_to_gpu"),
     **_group(
@@ -202,7 +209,7 @@ PATCHES: dict[str, Patch] = {
         prefix="torch._inductor.runtime.triton_heuristics.",
     ),
     **_group(
-        "nothing can be timed: templates are ranked by an estimate",
+        "kernels cannot be timed without a GPU: templates are ranked by an estimate",
         "codegen.wrapper.PythonWrapperCodegen.generate_and_run_autotune_block",
         "select_algorithm.AlgorithmSelectorCache.do_autotuning",
         "template_heuristics.triton.BaseConfigHeuristic.get_mm_configs",
@@ -219,7 +226,7 @@ PATCHES: dict[str, Patch] = {
         prefix="torch._inductor.",
     ),
     **_group(
-        "constants are written down as the GPU's, though their data lies on the host",
+        "constants are recorded as GPU tensors, although their data is on the host",
         "torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.codegen_device",
     ),
     **_group(_WEIGHTS, "torch._subclasses.fake_tensor.FakeTensor.tolist"),
@@ -232,11 +239,12 @@ PATCHES: dict[str, Patch] = {
         prefix="executorch.backends.cuda.",
     ),
     **_group(
-        "a weight of several methods is not hashed to see that it is the same",
+        "a weight of several methods is recognized by identity, without hashing it",
         "executorch.backends.cuda.cuda_weight_collector.CudaWeightCollector._add_weight",
     ),
     **_group(
-        "Python's operators of a CUDA tensor switch to its device, which a CPU build refuses of a fake one too",
+        "indexing and copying of a CUDA tensor switch to its device, which fails in a CPU build, even for a fake "
+        "tensor",
         "__getitem__",
         "__setitem__",
         "__invert__",
@@ -259,7 +267,7 @@ def replaced(name: str, value: object, owner: ModuleType | type | None = None) -
     """Replace the attribute that patch ``name`` names by ``value`` while the context lasts.
 
     Args:
-        owner: the module or class that has it, where several are alike: each family of transformers has its own
+        owner: the module or class with the attribute, where there are several: each family of transformers has its own
 
     Raises:
         KeyError: ``name`` is not in the register
@@ -296,7 +304,8 @@ def all_replaced(values: Mapping[str, Any]) -> Iterator[None]:
 def with_items(name: str, items: Mapping[Any, Any], table: dict[Any, Any] | None = None) -> Iterator[None]:
     """Put ``items`` into the dictionary that patch ``name`` names while the context lasts.
 
-    ``table`` is the dictionary itself, for a name that stands for several. Raises what ``replaced`` raises.
+    ``table`` is the dictionary itself, for a name that stands for several dictionaries. Raises the errors of
+    ``replaced``.
     """
     patch = PATCHES[name]
     if table is None:
@@ -315,7 +324,7 @@ def with_items(name: str, items: Mapping[Any, Any], table: dict[Any, Any] | None
 
 
 def original(name: str) -> Any:  # noqa: ANN401 - a function, a class or a table
-    """Return the attribute that patch ``name`` replaces. Raises what ``replaced`` raises."""
+    """Return the attribute that patch ``name`` replaces. Raises the errors of ``replaced``."""
     assert name in PATCHES, name
     try:
         return getattr(_owner(name), name.rpartition(".")[2])

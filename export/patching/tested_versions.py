@@ -12,7 +12,7 @@ TESTED: dict[str, tuple[str, ...]] = {
 }
 """The versions that the patches were tested with, by package."""
 TESTED_WITH_GPU = TESTED | {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.7")}
-"""The same for lowering on a machine with a GPU, which applies fewer patches."""
+"""The tested versions for lowering on a machine with a GPU, which applies fewer patches."""
 FOR_CPU = ("torch", "executorch", "torchao", "transformers")
 FOR_CUDA = ("torch", "triton", "executorch", "torchao")
 """The packages of which an export replaces parts, for each backend."""
@@ -22,10 +22,10 @@ def check_versions(packages: tuple[str, ...], tested: Mapping[str, tuple[str, ..
     """Raise ValueError if a package has a version that the patches were not tested with.
 
     Args:
-        packages: whose parts are replaced
+        packages: the packages whose parts are replaced
         tested: ``TESTED`` or ``TESTED_WITH_GPU``
-        what: names what is being done: "lowering for CUDA without a GPU"
-        advice: what else may help, after the version to install
+        what: the activity, for the message, such as "lowering for CUDA without a GPU"
+        advice: a further suggestion, appended to the version to install
     """
     for package in packages:
         wanted = tested[package]
@@ -37,6 +37,6 @@ def check_versions(packages: tuple[str, ...], tested: Mapping[str, tuple[str, ..
             ) from None
         if not any(found.startswith(f"{version}.") for version in wanted):
             raise ValueError(
-                f"{package} {found}: {what} is tested with {package} {' and '.join(wanted)} alone: "
+                f"{package} {found}: {what} was tested only with {package} {' and '.join(wanted)}: "
                 f"type pip install '{package}=={wanted[-1]}.*'{advice}"
             )

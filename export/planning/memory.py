@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 KEEPING = (GatedDeltaState, RecurrentPositions, ShortConvState)
-"""The modules with what layers keep that have no KV cache."""
+"""The modules that hold the states of layers without a KV cache."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GpuMemory:
 
     @classmethod
     def of(cls, parts: Mapping[str, int]) -> "GpuMemory":
-        """Return the memory whose parts are those of ``asdict``; further entries are left out."""
+        """Return the memory with these parts, as ``asdict`` names them. Other entries of ``parts`` are ignored."""
         return cls(**{each.name: parts[each.name] for each in fields(cls)})
 
     @property
@@ -56,7 +56,8 @@ def target_caches(
 
 
 def state_bytes(spec: TargetSpec, config: "PreTrainedConfig", max_seq_len: int, dtype: torch.dtype) -> int:
-    """Return the bytes of what a target's other layers keep: states that roll back, and rings of convolutions."""
+    """Return the bytes of the states of a target's layers without a KV cache: recurrent states and rings of
+    convolutions."""
     _, target = _target_parts(spec, config, max_seq_len, dtype)
     kept = (module for module in target.modules() if isinstance(module, KEEPING))
     return sum(buffer.nbytes for module in kept for buffer in module.buffers())
@@ -65,7 +66,7 @@ def state_bytes(spec: TargetSpec, config: "PreTrainedConfig", max_seq_len: int, 
 def _target_parts(
     spec: TargetSpec, config: "PreTrainedConfig", max_seq_len: int, dtype: torch.dtype, int8: bool = False
 ) -> tuple[list[KVCacheShape], nn.Module]:
-    """Return the KV caches of a target, and the target without them and without weights."""
+    """Return the KV caches of a target, and the target itself without caches and weights."""
     shapes: list[KVCacheShape] = []
 
     def note(shape: KVCacheShape) -> nn.Module:
@@ -79,8 +80,8 @@ def _target_parts(
 
 
 def draft_caches(draft: DraftDescription, max_seq_len: int, dtype: torch.dtype) -> list[KVCacheShape]:
-    layer = draft.layer  # a head without caches has no windows, so that this is not used
-    slots = max_seq_len + draft.block_rows  # a block lies behind the last position of the context
+    layer = draft.layer  # unused for a head without caches, since that has no windows
+    slots = max_seq_len + draft.block_rows  # a block may lie beyond the last position of the context
     rings = (ring_window(window, slots) for window in draft.windows)
     return [KVCacheShape(layer.num_key_value_heads, draft.key_size, slots, ring, dtype) for ring in rings]
 
@@ -90,8 +91,8 @@ def cache_bytes(shapes: Iterable[KVCacheShape]) -> int:
 
 
 def longest_context(shapes: Iterable[KVCacheShape], tokens: int, spare: int, most: int) -> int:
-    """Return the most tokens, up to ``most``, whose caches take at most ``spare`` bytes more than ``shapes``, which are
-    the caches for ``tokens``. Rings do not grow with the context."""
+    """Return the longest context, at most ``most`` tokens, whose caches take at most ``spare`` bytes more than
+    ``shapes``, the caches for ``tokens``. Rings do not grow with the context."""
     each = sum(shape.bytes / shape.slots for shape in shapes if not shape.window)
     more = int(spare / each) // 256 * 256 if each else most
     return max(0, min(most, tokens + more))

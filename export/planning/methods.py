@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DEFAULT_MAX_PREFILL = 1024  # tokens; longer chunks gain little, and their activations take memory
-# tokens; up to this length the small-M kernel, which single rows need, should be no slower than dequantizing
+# In tokens. Up to this length the small-M kernel, which single rows need, should be no slower than dequantizing.
 FORWARD_ROWS = 128
 
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """The smallest and the largest length of a method in rows, both included."""
+    """The lengths of a method in rows: ``min_len`` to ``max_len``, both included."""
 
     name: str
     min_len: int
@@ -28,9 +28,9 @@ class MethodPlan:
 
     @property
     def traced_len(self) -> int:
-        """The length to trace at, for which kernels of a dynamic length are tuned: a long chunk of prefill, a verify
-        window, or a few rows of a method that accepts one. It is odd, so that it does not equal a size of the model by
-        chance."""
+        """The length to trace with, for which kernels of a dynamic length are tuned: a long prefill chunk, a verify
+        window, or up to 9 rows for a method that also accepts one row. It is odd, so that it does not equal a size of
+        the model by chance."""
         if self.min_len == self.max_len:
             return self.max_len
         return min(self.max_len, 9 if self.min_len == 1 else self.max_len) - 1 | 1
@@ -56,9 +56,9 @@ def plan_methods(
     of_target, least = sliding_window(target_config), BACKENDS[config.backend].few_rows(2) + 1
     if 0 < of_target < least:
         raise ValueError(
-            f"the target's sliding window is {of_target} tokens, and no chunk of a prompt is longer, but prefill takes "
-            f"{least} or more: models of so short a window are not exported; correct sliding_window in config.json if "
-            "it is another"
+            f"the target's sliding window is {of_target} tokens, which bounds a prefill chunk, but prefill takes "
+            f"{least} tokens or more: such a model cannot be exported; correct sliding_window in config.json if it is "
+            "wrong"
         )
     longest = min(longest, (draft_rows(draft, chain_len) if draft else 0) or longest)
     seeds = draft is None or draft.has_cache
@@ -93,7 +93,7 @@ def plan_methods(
     if block > backend.window_rows[-1]:
         raise ValueError(
             f"the draft's block has {block} rows, but --backend {config.backend} takes {backend.window_rows[-1]}: type "
-            "--draft with a head of smaller blocks"
+            "--draft with a head that has smaller blocks"
         )
     min_prefill = max(shortest, backend.few_rows(max(window, block)) + 1)
     if is_recurrent(target_config):
@@ -135,7 +135,7 @@ def plan_methods(
 
 
 def check_states(config: ExportConfig, target_config: "PreTrainedConfig") -> None:
-    """Raise ValueError for a target whose layers keep what the backend does not compute."""
+    """Raise ValueError for a target with recurrent or convolution layers if the backend does not compute them."""
     what = "a recurrent state" if is_recurrent(target_config) else "a short convolution"
     has = is_recurrent(target_config) or has_convolutions(target_config)
     if has and not BACKENDS[config.backend].rolls_back_states:
@@ -147,11 +147,11 @@ def check_states(config: ExportConfig, target_config: "PreTrainedConfig") -> Non
 
 
 def check_recurrent(config: ExportConfig, target_config: "PreTrainedConfig") -> None:
-    """Raise ValueError for what is not there for a target with recurrent layers."""
+    """Raise ValueError for flags that a target with recurrent layers does not support."""
     if config.with_forward:
         raise ValueError(
             f"--with-forward: the target ({target_config.model_type}) has layers with a recurrent state, and "
-            "ExecuTorch's own runner does not say what it takes back: leave it out"
+            "ExecuTorch's own runner does not report rollbacks: leave it out"
         )
 
 
@@ -159,7 +159,7 @@ def draft_rows(draft: DraftDescription, chain_len: int) -> int:
     """Return the longest forward that the draft's sliding window allows; 0 if it has none.
 
     The mask rows of a P-EAGLE come after each forward and take part of the sliding window. In a head that drafts a
-    block, the given rows do not attend, so one forward may write as many of them as the ring has slots. Raises
+    block, rows of accepted tokens do not attend, so one forward may write as many of them as the ring has slots. Raises
     ValueError if mask rows fill the window, and for a chain length that the head does not propose.
     """
     masks = draft.proposals(chain_len) - 1
@@ -167,7 +167,7 @@ def draft_rows(draft: DraftDescription, chain_len: int) -> int:
         return 2 * draft.window
     if draft.window and draft.window <= masks:
         raise ValueError(
-            f"the draft's window is {draft.window} tokens, --chain-len {chain_len} needs more: type --chain-len "
+            f"the draft's window is {draft.window} tokens, but --chain-len {chain_len} needs more: type --chain-len "
             f"{draft.window}"
         )
     return draft.window and draft.window - masks
@@ -192,7 +192,9 @@ def fused_rounds(
     quantized = backend.quantizes and config.draft_qlinear not in (None, "none")
     if not (wanted and quantized and rows > most):
         return wanted, ()
-    reason = f"a {draft.kind} of {chain_len} tokens has {rows} rows in it, its quantized linears take {most}"
+    reason = (
+        f"a {draft.kind} of {chain_len} tokens has {rows} rows in that method, but its quantized linears take {most}"
+    )
     if config.speculate:
         raise ValueError(f"--speculate: {reason}: type --no-speculate, or leave --draft-qlinear out")
     return False, (f"there will be no method speculate ({reason}): rounds take several calls",)

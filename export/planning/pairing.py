@@ -33,7 +33,8 @@ def check_pair(draft: DraftDescription, target_config: "PreTrainedConfig", taps:
         check_vocabulary_map(draft, vocabulary)
     elif draft.draft_vocab_size != vocabulary:
         raise ValueError(
-            f"the draft has {draft.draft_vocab_size} tokens, the target {vocabulary}, and there is no d2t to map them"
+            f"the draft has {draft.draft_vocab_size} tokens, the target {vocabulary}, and there is no d2t tensor to "
+            "map them"
         )
 
 
@@ -56,7 +57,7 @@ def within_vocabulary(draft: DraftDescription, vocabulary: int) -> DraftDescript
 
 
 def check_trained_for(draft: DraftDescription, checkpoint: Path) -> None:
-    """Raise ValueError if the head names another family than the target's, or has another tokenizer."""
+    """Raise ValueError if the head was trained for another family of models or with another tokenizer."""
     own, named = _families(read_object(checkpoint / "config.json").get("architectures")), draft.verifier_architectures
     if own and named and not own & _families(named):
         raise ValueError(
@@ -76,7 +77,8 @@ def _families(architectures: object) -> set[str]:
 
 
 def _check_tokenizers(draft: Path, target: Path) -> None:
-    """Raise ValueError if an id stands for different tokens; one tokenizer may have more ids."""
+    """Raise ValueError if an id stands for different tokens in the two tokenizers; one may have more ids than the
+    other."""
     if draft.read_bytes() == target.read_bytes():
         return
     spoken, known = ({id: token for token, id in read_tokenizer(file).get_vocab().items()} for file in (draft, target))

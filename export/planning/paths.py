@@ -1,6 +1,6 @@
 """Finds the folders and files of both checkpoints.
 
-The command imports this module before it checks the output folder, and should not wait for torch then. So modules that
+The command imports this module before it checks the output folder, when it should not wait for torch. So modules that
 read checkpoints are imported in the functions that need them.
 """
 
@@ -18,7 +18,9 @@ def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
     path, folder = config.checkpoint or spec.checkpoint, config.config_folder
     if path is None or not GGUFFile.recognizes(path):
         if folder is not None:
-            raise ValueError(f"--config {folder} is for a GGUF file, other checkpoints bring theirs: leave it out")
+            raise ValueError(
+                f"--config {folder} is for a GGUF file, and this checkpoint has its own configuration: leave it out"
+            )
         path = _folder(path, config.target_model, "--checkpoint")
         return path, path
     if not path.is_file():
@@ -30,7 +32,7 @@ def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{folder} has no config.json, and {path.name} needs one and a tokenizer: type --config FOLDER or "
-            "ORG/NAME with the Hugging Face folder of the model that it was made from"
+            "ORG/NAME with the Hugging Face folder of the model that the file was made from"
         )
     return path, folder
 

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from eagle3.targets.attention import KVCacheShape
 
 LARGE = 100_000_000
-"""The number of a target's weights from which a step takes as long as reading them."""
+"""The number of weights above which the time of a step is the time of reading the weights."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that the stages of an export need to know; sizes are in tokens."""
+    """All decisions of an export, for its later stages; lengths are in tokens."""
 
     config: ExportConfig
     spec: TargetSpec
@@ -58,7 +58,7 @@ class Plan:
     chosen_taps: Taps
     chain_len: int
     verify_rows: int
-    """The rows of the longest verify window: the anchor, and a proposal in each other row."""
+    """The rows of the longest verify window: one for the anchor and one for each proposal."""
     max_seq_len: int
     methods: tuple[MethodPlan, ...]
     qlinear: str
@@ -68,7 +68,7 @@ class Plan:
     bos_id: int  # -1 if there is none
     eos_ids: tuple[int, ...]
     warnings: tuple[str, ...]
-    """Lines on possible mistakes that are not errors."""
+    """Warnings about possible mistakes, one line each."""
 
     @property
     def quantized_headers(self) -> list[TensorHeader]:
@@ -126,19 +126,19 @@ class Plan:
 
     @property
     def few_rows(self) -> int:
-        """The most rows of a method other than prefill, which depends on the backend."""
+        """The most rows that the backend allows a method other than prefill."""
         return BACKENDS[self.config.backend].few_rows(max(self.verify_rows, self.draft.block_rows))
 
     @property
     def has_draft(self) -> bool:
-        """False for ``--draft none``."""
+        """True if there is a draft head: False for ``--draft none``."""
         return self.draft.kind != NO_HEAD
 
 
 def make_plan(config: ExportConfig) -> Plan:
     """Read configurations and headers, decide every length, and check that target and draft are a pair.
 
-    Raises FileNotFoundError or ValueError with a message of one line: the fact, both values, what to type.
+    Raises FileNotFoundError or ValueError with a message of one line: the fact, both values, the flag to type.
     """
     spec = TARGETS[config.target_model]
     weights, checkpoint = target_paths(config, spec)
@@ -246,8 +246,8 @@ def _chain_notes(config: ExportConfig, draft: DraftDescription) -> Iterator[str]
     """Yield a note if the head proposes more tokens a round than fit into a verify window of 16 rows."""
     if config.chain_len is None and draft.chain_len > LONGEST_CHAIN:
         yield (
-            f"the head's files suggest {draft.chain_len} draft tokens a round, {LONGEST_CHAIN} are the most: the chain "
-            f"length is {LONGEST_CHAIN}"
+            f"the head's files suggest {draft.chain_len} draft tokens a round, but at most {LONGEST_CHAIN} are "
+            f"supported: the chain length is {LONGEST_CHAIN}"
         )
 
 
@@ -256,15 +256,16 @@ def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]
     full = isinstance(draft, EagleDescription) and not any(draft.windows)
     within = bool(draft.windows) and all(0 < window <= trained for window in draft.windows)
     if trained < max_seq_len and not within:
-        window = f": type --draft-window {trained} to let it attend to the last {trained} tokens alone" if full else ""
+        window = f": type --draft-window {trained} to let it attend to the last {trained} tokens only" if full else ""
         yield (
-            f"the draft head knows {trained} positions, the context has {max_seq_len}: past {trained} it may accept "
-            f"less, though the tokens stay greedy decoding's{window}"
+            f"the draft head was made for {trained} positions, the context has {max_seq_len}: past {trained} fewer "
+            f"proposals may be accepted; the tokens stay those of greedy decoding{window}"
         )
 
 
 def check_context(spec: TargetSpec, target_config: "PreTrainedConfig", max_seq_len: int) -> None:
-    """Raise ValueError for a context longer than the target's; the message has the memory that it would take."""
+    """Raise ValueError for a context longer than the target's; the message names the memory that its caches would
+    take."""
     import torch
 
     most = target_config.max_position_embeddings

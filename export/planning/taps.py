@@ -1,7 +1,6 @@
-"""Chooses the taps: the hidden states of the target that a draft head fuses. A wrong tap gives no error.
-
-Under the same key, a layer id means the input of that layer in SafeAILab, vLLM and speculators, and its output in
-SGLang, SpecForge and TensorRT-LLM. A head with a wrong tap loads and runs, and about 1% of its tokens are accepted.
+"""Chooses the taps: the hidden states of the target that a draft head fuses. A wrong tap causes no error. Under the
+same key, a layer id means the input of that layer in SafeAILab, vLLM and speculators, and its output in SGLang,
+SpecForge and TensorRT-LLM. A head with a wrong tap loads and runs, and about 1% of its tokens are accepted.
 """
 
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Taps:
-    """``layers`` are transformers' ``hidden_states`` indices; an empty tuple means that the head takes the final state.
-    ``origin`` tells a person where they come from, and ``doubt`` what may be wrong with them."""
+    """The chosen taps. ``layers`` has their indices in transformers' ``hidden_states``; an empty tuple means that the
+    head takes the final state. ``origin`` says in words which file or flag gave them, and ``doubt`` why they may be
+    wrong."""
 
     layers: tuple[int, ...]
     origin: str
@@ -48,7 +48,7 @@ def choose_taps(
     if ids is None:
         if draft.taps_width % hidden == 0 and draft.taps_width != 3 * hidden:
             raise ValueError(
-                f"the draft's fc takes {draft.taps_width // hidden} taps of {hidden} and its config.json does not say "
+                f"the draft's fc takes {draft.taps_width // hidden} taps of {hidden}, but its config.json does not say "
                 "which: type --aux-layers with their ids"
             )
         return _checked(Taps((2, layers // 2, layers - 3), "2, n//2, n-3, since the checkpoint names none"), layers)
@@ -59,7 +59,7 @@ def choose_taps(
 
 
 def spread_taps(draft: DraftDescription, layers: int) -> tuple[int, ...] | None:
-    """Return as many taps as the head has, as inputs of layers spread over ``layers``; None for a head without taps."""
+    """Return as many taps as the head has, spread evenly over ``layers`` layers; None for a head without taps."""
     count = 3 if draft.aux_layers is None else len(draft.aux_layers)
     return None if draft.takes_final_state else tuple(round((tap + 1) * layers / (count + 1)) for tap in range(count))
 
@@ -74,8 +74,8 @@ def _meaning(draft: DraftDescription, ids: tuple[int, ...], layers: int) -> tupl
         return "output", None  # this is the default of dialects that mean outputs
     other = "input" if draft.aux_convention == "output" else "output"
     return draft.aux_convention, (
-        f"the draft's layer ids {','.join(map(str, ids))} are taken as {draft.aux_convention}s of layers, as heads of "
-        f"{draft.dialect} mean them: type --aux-convention {other} if hardly anything is accepted"
+        f"the draft's layer ids {','.join(map(str, ids))} are taken as {draft.aux_convention}s of layers, as usual in "
+        f"heads of {draft.dialect}: type --aux-convention {other} if hardly anything is accepted"
     )
 
 

@@ -1,6 +1,7 @@
 """Compares a checkpoint's tensors with its configuration: names, shapes, dtypes, from headers alone.
 
-A tensor that nothing reads is refused, since it would change what the model computes. The exceptions are in ``unread``.
+A tensor that no module reads is refused, since a model without it computes something else. ``unread`` lists the
+exceptions.
 """
 
 import re
@@ -30,7 +31,7 @@ _CAUSES = {
     r"qweight|qzeros|g_idx|weight_packed|weight_scale|input_scale|weight_shape|\.scales$|absmax": (
         "belongs to weights that another tool quantized: name the original checkpoint"
     ),
-    r"\.bias$": "is a bias that config.json does not announce, or that this target has no place for",
+    r"\.bias$": "is a bias that config.json does not imply, or that this target has no place for",
 }
 
 
@@ -41,9 +42,9 @@ def check_target(
     config: "PreTrainedConfig",
     described: Path | None = None,
 ) -> dict[str, TensorHeader]:
-    """Check that every tensor of the target has its configuration's shape, by name. Returns the headers of the tensors
-    that are read. A bias of zeros that the model has no place for is ignored: AutoGPTQ writes one for each linear that
-    it packs.
+    """Check that every tensor of the target has the shape that its configuration implies. Returns the headers of the
+    tensors that are read, by name. A bias of zeros that the model has no place for is ignored: AutoGPTQ writes one for
+    each linear that it packs.
 
     ``config`` is transformers' text configuration, ``described`` the folder of ``config.json``. Raises ValueError for
     the first tensor that does not fit.
@@ -94,7 +95,7 @@ def _cause(name: str) -> str:
 
 
 def check_draft(draft: DraftDescription) -> None:
-    """Check that every tensor of the head has its configuration's shape, by name. Raises ValueError for the first
+    """Check that every tensor of the head has the shape that its configuration implies. Raises ValueError for the first
     tensor that does not fit."""
     from eagle3.export.draft.loading import unfilled
 

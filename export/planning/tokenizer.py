@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 OTHER_FORMS = ("tekken.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-"""Files that hold a tokenizer in another form than ``tokenizer.json``. They are not read."""
+"""Files that hold a tokenizer in another format than ``tokenizer.json``. They are not read."""
 
 
 def read_tokenizer(file: Path) -> "Tokenizer":
@@ -20,9 +20,7 @@ def read_tokenizer(file: Path) -> "Tokenizer":
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises a bare Exception
-        raise ValueError(
-            f"{file} is no tokenizer that the tokenizers library reads ({error}): copy it again"
-        ) from error
+        raise ValueError(f"{file} cannot be read by the tokenizers library ({error}): copy it again") from error
     if not tokenizer.get_vocab_size():
         raise ValueError(f"{file} is a tokenizer without tokens: copy it again")
     return tokenizer
@@ -54,6 +52,6 @@ def no_tokenizer(folder: Path, name: str) -> str:
     found = [name for name in OTHER_FORMS if (folder / name).is_file()]
     has = f" (it has {' and '.join(found)}, which is not read)" if found else ""
     return (
-        f"{name} has no {TOKENIZER}{has}: eagle3-run will take --prompt-tokens alone, and eagle3-serve will not "
+        f"{name} has no {TOKENIZER}{has}: eagle3-run will take only --prompt-tokens, and eagle3-serve will not "
         f"start: copy the {TOKENIZER} of this model from a checkpoint that transformers saved"
     )

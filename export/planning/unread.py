@@ -2,7 +2,7 @@
 multimodal model's parts that do not read text.
 
 transformers lists by class the tensors that it ignores (``_keys_to_ignore_on_load_unexpected``), such as multi-token
-prediction layers (MTP) and obsolete masks. ``tensors.check_target`` refuses any other tensor that has no place in the
+prediction layers (MTP) and obsolete masks. ``tensors.check_target`` refuses all other tensors that have no place in the
 model.
 """
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from eagle3.targets.wrapper import Wrapper
 
 UNREAD = {
-    r"(.*\.)?rotary_emb\.(original_)?inv_freq": "rotary tables, which are computed again",
-    r"(model\.)?(vision_tower|vision_model|visual|embed_vision|multi_modal_projector)\..*": "of the vision tower",
-    r"(model\.)?(audio_tower|embed_audio)\..*": "of the audio tower",
+    r"(.*\.)?rotary_emb\.(original_)?inv_freq": "rotary tables, which are recomputed",
+    r"(model\.)?(vision_tower|vision_model|visual|embed_vision|multi_modal_projector)\..*": "vision tower",
+    r"(model\.)?(audio_tower|embed_audio)\..*": "audio tower",
     r"(model\.)?mtp(_layers)?\..*": "layers that predict further tokens (MTP)",
 }
 """Patterns for the full names of a target's tensors that may be ignored, each with a description."""
@@ -31,18 +31,18 @@ _MTP = ("eh_proj", "enorm", "hnorm")
 
 
 def is_read(name: str) -> bool:
-    """Return True if a target's tensor of this name must have a place in every model."""
+    """Return True if no pattern of ``UNREAD`` allows a target's tensor of this name to be ignored."""
     return not any(re.fullmatch(pattern, name) for pattern in UNREAD)
 
 
 def unread(
     without: Collection[str], headers: Collection[str], model: "nn.Module", config: "PreTrainedConfig", checkpoint: Path
 ) -> set[str]:
-    """Return those tensors of ``without`` that may be ignored although they have no place in ``model``.
+    """Return those tensors of ``without``, which have no place in ``model``, that may be ignored.
 
     Args:
-        without: names of tensors in the checkpoint
-        headers: names of all its tensors
+        without: names of tensors in the checkpoint that have no place in the model
+        headers: names of all tensors in the checkpoint
         model: transformers' text model, or ExecuTorch's
         config: its text configuration
         checkpoint: the folder of ``config.json``
@@ -59,8 +59,8 @@ def unread(
 
 
 def _further_layers(names: Collection[str], layers: int) -> set[str]:
-    """Return the tensors of MTP layers: layers ``model.layers.N`` after the last one, with the modules of such a
-    layer."""
+    """Return the tensors of MTP layers. These are layers ``model.layers.N`` with N past the model's last layer and with
+    modules that only MTP layers have."""
     by_layer: dict[tuple[str, int], list[tuple[str, str]]] = defaultdict(list)
     for name in names:
         if (found := _LAYER.fullmatch(name)) and int(found[2]) >= layers:

@@ -1,6 +1,5 @@
-"""The methods of an artifact as modules: a target and its draft head, by tensor operations only.
-
-Acceptance, rollback and stopping belong to the runner. The methods' shapes are in ``eagle3.runner.contract``.
+"""The methods of an artifact as modules, which compute a target and its draft head with tensor operations only. The
+runner does acceptance, rollback and stopping. ``eagle3.runner.contract`` has the methods' shapes.
 """
 
 import torch
@@ -27,14 +26,14 @@ class Eagle3Speculator(nn.Module):
         return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
 
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
-        """Map tokens [1,C] and input_pos [C] to greedy ids [1,C] (the token after each), the feature [1,C,H] and logits
-        [1,C,V]."""
+        """Map tokens [1,C] and input_pos [C] to greedy ids [1,C] (the token after each row), the feature [1,C,H] and
+        logits [1,C,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
         scores = self.target.scores(state)
         return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
 
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
-        """Map tokens [1,T], feature [1,T,H] and input_pos [T] to the last row's proposal [1,1] (of a P-EAGLE [1,K]),
+        """Map tokens [1,T], feature [1,T,H] and input_pos [T] to the last row's proposal [1,1] (for a P-EAGLE [1,K]),
         the recurrent feature [1,1,H], and the logits [1,1 or K,V_draft]."""
         logits, recurrent = self.draft(tokens, feature, input_pos, last=True)
         return self.draft.target_ids(logits), recurrent[:, -1:], *self._given(logits)
@@ -43,8 +42,8 @@ class Eagle3Speculator(nn.Module):
         """Map tokens [1,C] and input_pos [C] to the greedy ids and the next window [2,C], that window [1,C], and its
         positions [C].
 
-        Every shape is static. Draft slots after the accepted tokens are written too. They are written again before
-        anything attends to them. The chain length is C - 1.
+        Every shape is static. Draft slots after the accepted tokens are written as well, and overwritten before any row
+        attends to them. The chain length is C - 1.
         """
         state, taps = self.target(tokens, input_pos, self.taps)
         ids = self._greedy(self.target.scores(state))
@@ -66,8 +65,8 @@ class Eagle3Speculator(nn.Module):
         return (self.target.logits(state[:, -1:]).float(),)
 
     def _greedy(self, scores: Tensor) -> Tensor:
-        """Return the greedy ids [1,R] of scores [1,R,V]. The id is -1 in a row that recurrent layers could not compute,
-        since its position is before what they have committed."""
+        """Return the greedy ids [1,R] of scores [1,R,V]. The id is -1 in a row that recurrent layers cannot compute,
+        since they have already committed its position."""
         ids = scores.argmax(-1)
         return ids if self.target.recurrent is None else torch.where(scores[..., 0].isnan(), -1, ids)
 
@@ -78,7 +77,7 @@ class Eagle3Speculator(nn.Module):
         return (logits.float(),) if self.gives_logits else ()
 
     def _features(self, state: Tensor, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the feature as a tuple; an empty one without a head."""
+        """Return the feature as a tuple of one, or an empty tuple without a head."""
         return () if isinstance(self.draft, NoHead) else (self._feature(state, taps),)
 
     def _feature(self, state: Tensor, taps: tuple[Tensor, ...]) -> Tensor:

@@ -17,7 +17,7 @@ from torchao.utils import TorchAOBaseTensor
 from eagle3.targets.spec import Convert
 
 LARGE = 1 << 20
-"""The size in bytes from which a tensor is kept in a file."""
+"""Tensors of at least this many bytes are kept in files."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Tensor:
@@ -51,9 +51,9 @@ def part_names(weight: TorchAOBaseTensor) -> list[str]:
 
 
 def in_files(convert: Convert, dtype: torch.dtype, folder: Path) -> Convert:
-    """Return a ``convert`` that puts its results into files, and converts plain floating tensors to ``dtype``. Results
-    that share memory with the input stay where they are, since a checkpoint's tensors are mapped. A tensor that it
-    returns twice, such as a tied head, is put into one file."""
+    """Return a conversion that calls ``convert`` and moves its results into files, and that converts plain
+    floating-point tensors to ``dtype``. Results that share memory with the input are not moved, since a checkpoint's
+    tensors are mapped. A result that is returned twice, such as a tied head, is put into one file."""
     moved = WeakTensorKeyDictionary()
 
     def converted(name: str, value: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The twin check of a target, which compares an export's computation with transformers' before any weight is read.
 
-The user's own configuration is shrunk (sizes cut, every other field kept). A small model with this configuration and
-random weights is computed twice, by transformers' own model and by ours (``target.py``). A list of known fields would
-not show how a configuration is computed; a comparison of outputs does. The twins of draft heads are in their kinds'
-folders (``draft/kinds/``).
+The sizes in the user's configuration are cut, and every other field is kept. A small model with this configuration and
+random weights is computed twice, by transformers' model and by the export's (``target.py``). Unlike a list of known
+fields, a comparison of outputs shows whether every field has its effect. The twin checks of draft heads are in the
+folders of their kinds (``draft/kinds/``).
 """

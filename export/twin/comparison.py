@@ -6,23 +6,23 @@ from typing import Any
 from torch import Tensor
 
 TOLERANCE = 1e-4
-"""The largest difference that passes, as a share of a tensor's standard deviation, in float32. Another order of
-summation makes 1e-5 at the most. The smallest change that any field is known to make is 3e-4: the exact GELU in place
-of its approximation."""
+"""The largest allowed difference in float32, as a share of a tensor's standard deviation. A different order of
+summation causes at most 1e-5. The smallest known effect of a wrong field is 3e-4, for the exact GELU in place of its
+approximation."""
 SEEDS = (0, 1)
 
 
 @dataclass
 class Comparison:
-    """The largest difference by name, in standard deviations of the expected tensor, and the position of the first one
-    over ``TOLERANCE``."""
+    """The largest difference for each name, in standard deviations of the expected tensor, and the position of the
+    first difference over ``TOLERANCE``."""
 
     tokens: int
     largest: dict[str, float] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
 
     def add(self, what: str, start: int, value: Tensor, expected: Tensor, whole: Tensor) -> None:
-        """Compare ``value`` with ``expected`` [1, T, .], both from position ``start`` on.
+        """Compare ``value`` with ``expected`` [1, T, .]; both begin at position ``start``.
 
         The differences are divided by the standard deviation of ``whole``.
         """
@@ -39,7 +39,7 @@ class Comparison:
         return max(self.largest.values())
 
     def worst(self) -> str:
-        """Describe the earliest tensor that differs, for a person: taps come before logits."""
+        """Return a readable description of the earliest tensor that differs; taps come before logits."""
         over = [what for what, gap in self.largest.items() if gap > TOLERANCE]
         taps = sorted((what for what in over if what.startswith("tap ")), key=lambda what: int(what[4:]))
         what = (taps + over)[0]

@@ -32,9 +32,8 @@ def all_fields(config: "PreTrainedConfig") -> dict[str, Any]:
 
 
 def reset(config: "PreTrainedConfig", name: str) -> "PreTrainedConfig":
-    """Return a copy of the configuration with the field of this dotted name at its class's default.
-
-    The copy lacks the field where the class has no default for it.
+    """Return a copy of the configuration in which the field of this dotted name has its class's default. If the class
+    has no default, the copy lacks the field.
     """
     values, usual = fields_of(config), type(config)().to_dict()
     *path, last = name.split(".")

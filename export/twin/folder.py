@@ -1,4 +1,4 @@
-"""The temporary folder in which a twin's checkpoint is written, for our loader to read."""
+"""Makes the temporary folder into which a small copy's checkpoint is written, to be read back by the loader."""
 
 import shutil
 import tempfile
@@ -11,9 +11,8 @@ from eagle3.export.output.folder import is_full_disk
 
 @contextmanager
 def twin_folder() -> Iterator[Path]:
-    """Yield a folder that is deleted at the end. Raises OSError where the disk has no room for what is written there.
-
-    Any such error says that of the disk, and nothing of the model: it must not become a refusal of the model.
+    """Yield a folder that is deleted at the end. Raises OSError if the disk is too full for the files written there.
+    The error must name the disk, so that a full disk is not reported as a fault of the model.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="eagle3-twin-") as folder:

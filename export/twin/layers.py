@@ -1,7 +1,6 @@
-"""Chooses the layers that a shrunken model keeps: the fewest that have every kind among them.
-
-Two layers are of one kind where transformers' own modules for them have the same types, plain attributes and shapes,
-and the configuration's per-layer lists have the same entries for both.
+"""Chooses the layers that a small copy keeps: the fewest that include every kind of layer. Two layers are of one kind
+if transformers' modules for them have the same types, plain attributes and shapes, and the configuration's per-layer
+lists have the same entries for both.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -19,19 +18,20 @@ from eagle3.targets.text_part import fields_of
 LAYER_INDICES = (
     *("moe_layers", "mlp_only_layers", "full_attn_idxs", "hybrid_layer_ids", "ple_layer_ids", "cross_attention_layers"),
 )
-"""Lists of the indices of layers; any other list as long as the model has layers has one entry a layer."""
+"""Fields that list indices of layers. Any other list with as many entries as the model has layers has one entry per
+layer."""
 LONG = 8
-"""If the prefix would be longer than this, the first layer of each kind is tried alone."""
+"""If the prefix would be longer than this, only the first layer of each kind is tried."""
 KEEPS = "store_full_length_kv"
-"""Attribute of an attention layer that keeps keys for later ones. From 5.24 on transformers' Gemma 4 sets it where no
-layer reuses them too, for assistants: it tells no kind apart then, the layer computes the same."""
+"""The attribute of an attention layer that stores its keys for later layers. From 5.24 on transformers' Gemma 4 also
+sets it if no layer reuses the keys, for assistants. Then it does not distinguish kinds, since the layer computes the
+same."""
 
 
 def fewest_layers(fields: dict[str, Any], build: Callable[[dict[str, Any]], PreTrainedConfig]) -> PreTrainedConfig:
-    """Build the configuration of the shortest prefix with every kind of layer, of two layers or more.
-
-    It is a prefix because classes decide by a layer's index. Its last layer is of the kind of the model's last layer,
-    if any prefix that is tried has one.
+    """Build the configuration of the shortest prefix of at least two layers that has every kind of layer. A prefix is
+    taken because some classes decide by a layer's index. Its last layer is of the kind of the model's last layer, if
+    any prefix that is tried has one.
     """
     count = fields.get("num_hidden_layers") or 0
     if count <= 2:
@@ -48,7 +48,7 @@ def fewest_layers(fields: dict[str, Any], build: Callable[[dict[str, Any]], PreT
         fewer = _take(fields, layers)
         try:
             found = _kinds(_traits(build(deepcopy(fewer))), telling)
-        except (ValueError, LookupError):  # the class has no such prefix
+        except (ValueError, LookupError):  # the class rejects this prefix
             continue
         if set(found) == set(kinds):
             complete.append(fewer)
@@ -79,7 +79,7 @@ def fewer_layers(
         for layers in (list(range(count)), sorted([*first, *others[: max(0, count - len(first))]])):
             try:
                 found = _kinds(_traits(build(_take(fields, layers))), telling)
-            except (ValueError, LookupError):  # the class has no such choice
+            except (ValueError, LookupError):  # the class rejects this choice
                 continue
             if len(layers) == count and set(found) == set(kinds):
                 return layers
@@ -104,7 +104,7 @@ def _take(fields: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
     if fewer.get("per_layer_config"):
         overrides = {int(index): override for index, override in fewer["per_layer_config"].items()}
         fewer["per_layer_config"] = {at: overrides[index] for at, index in enumerate(layers) if index in overrides}
-    if fewer.get("num_kv_shared_layers"):  # the last ones
+    if fewer.get("num_kv_shared_layers"):  # the last layers
         fewer["num_kv_shared_layers"] = sum(index >= count - fewer["num_kv_shared_layers"] for index in layers)
     return fewer
 
@@ -136,9 +136,8 @@ def _traits(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _telling(traits: list[dict[str, Any]]) -> set[str]:
-    """Return the names of the traits that tell kinds apart: those that differ among layers.
-
-    Numbers that rise or fall from each layer to the next are left out: they are a layer's index or derived from it.
+    """Return the names of the traits that distinguish kinds of layers: those that differ between layers. Numbers that
+    rise or fall from each layer to the next are left out, since they are a layer's index or derived from it.
     """
     telling = set()
     for name in set().union(*traits):

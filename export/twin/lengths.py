@@ -1,8 +1,6 @@
-"""Finds the lengths in a configuration (sliding windows, chunks, original rope lengths), in tokens; cuts them for a
-twin, and chooses a prompt that passes each.
-
-Most are known by the names of their fields. ``unnamed_lengths`` finds the others by their effect on transformers' own
-model.
+"""Finds the lengths in a configuration (sliding windows, chunks, original rope lengths), in tokens, cuts them for a
+small copy, and chooses a prompt that is longer than each. Most lengths are known by the names of their fields.
+``unnamed_lengths`` finds the others by their effect on transformers' own model.
 """
 
 import math
@@ -13,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 LONGEST, SHORTEST, APART, POSITIONS = 32, 16, 4, 256
-"""Tokens: the longest length that a prompt passes twice, the shortest length, the least difference between two
-lengths, and max_position_embeddings where no other field decides it."""
+"""Numbers of tokens: the longest length that a prompt passes twice, the shortest length, the least difference between
+two lengths, and max_position_embeddings if no other field determines it."""
 PAST = 24
-"""The tokens of a prompt after a length that it passes once."""
+"""The number of tokens of a prompt after a length that it passes once."""
 RUN_LENGTHS = (
     *("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "local_attention"),
     *("attention_chunk_size", "floor_scale", "log_scaling_n_floor", "index_topk"),
@@ -24,8 +22,9 @@ RUN_LENGTHS = (
 """The names of lengths in tokens that a forward compares with positions."""
 ORIGINAL, MAX_POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
 TRIED = 19
-"""The value, in tokens, that a number gets for a test whether it is a length. No other number of a twin has it."""
-TOLERANCE = 1e-5  # of logits whose spread is about 3
+"""The value, in tokens, that a number is set to, to test if it is a length. No other number of a small copy has this
+value."""
+TOLERANCE = 1e-5  # for logits with a standard deviation of about 3
 
 Path = tuple[str, ...]
 
@@ -43,10 +42,9 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def cut_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> None:
-    """Cut every length by one ratio, in place. The longest that a prompt passes becomes about ``LONGEST``.
-
-    A prompt passes every length below max_position_embeddings. Lengths that differ stay different, in their order. A
-    yarn table of fewer tokens than 2 pi beta_fast would not depend on beta_fast, by its formula: it stays longer.
+    """Cut every length by one ratio, in place. The longest length that a prompt passes becomes about ``LONGEST``. A
+    prompt passes every length below max_position_embeddings. Different lengths stay different and in the same order. A
+    yarn table stays longer than 2 pi beta_fast tokens, since a shorter one would not depend on beta_fast.
     """
     positions = fields.get(MAX_POSITIONS) or math.inf
     found = list(_lengths(fields, unnamed))
@@ -61,7 +59,7 @@ def cut_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> None:
         table = _table(part, name)
         return min(part[name], table) if table else cuts[part[name]]
 
-    # Where a factor is not given, it is max_position_embeddings divided by the original length.
+    # A missing factor is max_position_embeddings divided by the original length.
     ruled = [cut(part, name) * positions // part[name] for part, name in reached if name == ORIGINAL]
     fewer = min(positions, max(ruled, default=POSITIONS))
     for part, name in found:
@@ -72,7 +70,7 @@ def cut_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> None:
 
 
 def passed_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> dict[int, bool]:
-    """Return the lengths of a twin's fields that its prompt passes, ascending, and whether it passes each twice."""
+    """Map the lengths that a small copy's prompt passes, ascending, to True if the prompt passes them twice."""
     positions = fields.get(MAX_POSITIONS) or math.inf
     found: dict[int, bool] = {}
     for part, name in _lengths(fields, unnamed):
@@ -82,23 +80,23 @@ def passed_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> di
 
 
 def prompt_length(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> int:
-    """Return how many tokens a prompt needs to pass every length of a twin: two and a half times the longest length,
-    a little more than a yarn table's."""
+    """Return the number of tokens with which a prompt passes every length of a small copy: two and a half times the
+    longest length, or a little more than the length of a yarn table."""
     passed = passed_lengths(fields, unnamed)
     twice = max((length for length, whether in passed.items() if whether), default=LONGEST)
     wanted = max(5 * twice // 2, max(passed, default=0) + PAST)
     positions = fields.get(MAX_POSITIONS)
-    return min(wanted, positions - 4) if positions else wanted  # 4: a rejected window past the end
+    return min(wanted, positions - 4) if positions else wanted  # 4 for a rejected window after the end
 
 
 def unnamed_lengths(
     fields: dict[str, Any], build: Callable[[dict[str, Any]], nn.Module], known: set[str], tokens: Tensor
 ) -> tuple[Path, ...]:
-    """Return the paths of the numbers in ``fields`` that are lengths under names that we do not know.
+    """Return the paths of the numbers in ``fields`` that are lengths under unknown names.
 
-    Such a number is larger than the prompt ``tokens`` [1, T] is long. Set to ``TRIED``, it changes no tensor's shape
-    and not the first logits, but later ones. ``build`` makes a model of fields, in which equal shapes get equal random
-    weights.
+    Such a number is larger than the length T of the prompt ``tokens`` [1, T]. If it is set to ``TRIED``, no tensor's
+    shape and none of the first logits change, but later logits do. ``build`` makes a model from fields and gives equal
+    shapes equal random weights.
     """
     numbers = [
         (*path, name)
@@ -118,7 +116,7 @@ def unnamed_lengths(
                 if _shapes(other) != shapes:
                     continue
                 gap = (other(tokens, use_cache=False).logits - logits).abs().amax(-1)[0]
-            except Exception:  # of whatever kind: the number is a size, and others depend on it
+            except Exception:  # any error means that the number is a size on which others depend
                 continue
             if gap[: TRIED // 2].max() <= TOLERANCE < gap.max():
                 found.append(path)
@@ -144,6 +142,7 @@ def _lengths(fields: dict[str, Any], unnamed: tuple[Path, ...]) -> Iterator[tupl
 
 
 def _table(part: dict[str, Any], name: str) -> int:
-    """Return the most tokens that a twin's yarn table is made for, 0 for a field that is not a yarn table's length."""
+    """Return the largest length, in tokens, of a small copy's yarn table; 0 for a field that is not the length of a
+    yarn table."""
     yarn = name == ORIGINAL and part.get("rope_type", part.get("type")) == "yarn"
     return int(6.5 * (part.get("beta_fast") or 32)) if yarn else 0

@@ -1,4 +1,5 @@
-"""Draws random weights that make errors visible: nothing stays at the 0, 1 or 0.02 that a model is made with."""
+"""Draws random weights that make errors visible. No weight keeps its initial value of 0 or 1, or its small initial
+spread of 0.02."""
 
 import math
 from collections.abc import Iterator
@@ -12,14 +13,14 @@ from eagle3.targets.text_part import TextPart
 GAIN = 1.5
 """The standard deviation of a projection's output, as a multiple of its input's."""
 LOGITS = 3.0
-"""The standard deviation of logits before scales and caps: a cap of 30 bends them and does not saturate."""
+"""The standard deviation of logits before scales and caps: a cap of 30 changes them without saturating."""
 NOISE = 0.5
-"""The most that is added to an entry of a vector."""
+"""The largest change of an entry of a vector."""
 STEPS = -6.0, -2.0
-"""The range of a recurrent layer's ``dt_bias``: its state remembers 5 to 50 tokens, not one."""
+"""The range of a recurrent layer's ``dt_bias``: its state then decays over 5 to 50 tokens instead of one."""
 FAINT, FAINT_EVERY = 1e-3, 8
-"""Every eighth row of an embedding is multiplied by 1e-3: beside such a row a norm's epsilon, about 1e-6, is not
-small."""
+"""Every eighth row of an embedding is multiplied by 1e-3: compared with such a row, a norm's epsilon of about 1e-6 is
+not negligible."""
 
 
 def randomize(model: PreTrainedModel | TextPart, seed: int) -> None:
@@ -65,15 +66,14 @@ def _spread(module: nn.Module, tensor: Tensor) -> float:
     An ``nn.Linear`` sums over columns. For other modules the summed dimension is unknown, so the geometric mean of both
     takes its place.
     """
-    rows, columns = (max(1, size) for size in tensor.shape[-2:])  # of shared experts there may be none
+    rows, columns = (max(1, size) for size in tensor.shape[-2:])  # there may be no shared experts
     return GAIN / math.sqrt(columns if isinstance(module, nn.Linear) else math.sqrt(rows * columns))
 
 
 def _query_key_factors(model: nn.Module) -> dict[int, float]:
-    """Return the factor for the weights of each norm of queries or keys, by id, where attention hardly scales its
-    scores down.
-
-    Without it each position would attend to one other alone, and rounding would be amplified a hundredfold.
+    """Return, by id, the factor for the weights of each norm of queries or keys in attention that hardly scales its
+    scores. Without the factor each position would attend to a single one, which amplifies rounding errors a
+    hundredfold.
     """
     factors: dict[int, float] = {}
     for module in model.modules():
@@ -87,8 +87,8 @@ def _query_key_factors(model: nn.Module) -> dict[int, float]:
 
 
 def _vector(tensor: Tensor, is_norm: bool, factor: float, generator: torch.Generator) -> Tensor:
-    """Return a vector's random values. A norm's weights get random signs: without them a tied lm_head finds a token's
-    own embedding in its state and repeats the token."""
+    """Return a vector's random values. A norm's weights get random signs: otherwise a tied lm_head would find a token's
+    own embedding in its state and repeat the token."""
     noise = (2 * torch.rand(tensor.shape, generator=generator) - 1) * NOISE
     if not is_norm:
         return tensor.float() + noise

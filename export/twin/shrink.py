@@ -1,7 +1,7 @@
-"""Shrinks a text configuration to a twin: cuts sizes, counts and lengths, and keeps every other field.
+"""Makes the configuration of a small copy: cuts sizes, counts and lengths, and keeps every other field.
 
 The effect of a field on the numbers (scales, caps, kinds of rope, biases, which layer is of which kind) shows at any
-size. Fields are known by their names; the kinds of layers are not (``layers.py``).
+size. Fields are recognized by their names; the kinds of layers are found by ``layers.py``.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from eagle3.export.twin.lengths import MAX_POSITIONS, ORIGINAL, RUN_LENGTHS, cut
 from eagle3.targets.text_part import fields_of, is_part, like
 
 HEADS, WIDTH, EXPERTS, NARROW = 4, 96, 4, 64
-"""The most heads, hidden size, experts and expert width of a twin, unless another field requires more. ``WIDTH`` is for
-a hidden_size that does not follow from the heads."""
+"""The largest number of heads, hidden size, number of experts and expert width of a small copy, unless another field
+requires more. ``WIDTH`` is for a hidden_size that does not follow from the heads."""
 SIZES = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dense_intermediate_size"), 224),
     **dict.fromkeys(("intermediate_size_mlp", "shared_intermediate_size", "decoder_ffn_dim"), 160),
@@ -29,7 +29,7 @@ SIZES = {
         "shared_expert_intermediate_size": 128,
     },
 }
-"""Sizes that depend on no other size, and the largest value of each in a twin."""
+"""Sizes that depend on no other size, and the largest value of each in a small copy."""
 HEAD_COUNTS = {
     "attention": (
         ("num_attention_heads", "num_key_value_heads"),
@@ -40,7 +40,7 @@ HEAD_COUNTS = {
     "linear attention": (("linear_num_value_heads", "linear_num_key_heads"),),
     "indexer": (("index_n_heads", "index_n_heads"),),
 }
-"""The names of the counts of query heads, and of the heads that queries share."""
+"""Pairs of field names: the number of query heads, and the number of key heads that they share."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 EXPERT_GROUPS = ("n_group", "num_expert_group")
@@ -57,7 +57,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     if is_part(config):
         needed.add("pad_token_id")  # some multimodal models use it as the image placeholder
     fields |= {name: 0 if name in needed else None for name in fields if name.endswith("_token_id")}
-    fields.pop("quantization_config", None)  # says how a checkpoint is stored
+    fields.pop("quantization_config", None)  # describes how a checkpoint is stored
     fields["dtype"] = "float32"
     cut_lengths(fields)
     _cut_heads(fields)
@@ -69,13 +69,14 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def common_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the fields by the names that most classes have: ``hidden_size`` where this class has ``n_embd``."""
+    """Return the fields under the names that most classes have, such as ``hidden_size`` for ``n_embd``."""
     common = {own: name for name, own in config.attribute_map.items()}
     return {common.get(own, own): value for own, value in fields_of(config).items()}
 
 
 def from_common_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedConfig:
-    """Return a configuration of the class of ``config`` with these fields, and part of the same multimodal one."""
+    """Return a configuration of the class of ``config`` with these fields. If ``config`` is part of a multimodal
+    configuration, so is the result."""
     names = config.attribute_map
     return like(type(config).from_dict({names.get(name, name): value for name, value in fields.items()}), config)
 
@@ -94,8 +95,8 @@ def _at_most(value: object, largest: int) -> object:
 
 
 def _cut_heads(fields: dict[str, Any]) -> None:
-    """Cut the counts of heads, in place. The size of a head stays, and so do the sharing of keys and the order of the
-    model's parts by count."""
+    """Cut the numbers of heads, in place. The size of a head, the sharing of keys, and the order of the numbers
+    stay."""
     heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
     head_dim = fields.get("head_dim") or (width // heads if heads and width else 0)
     for names in HEAD_COUNTS.values():
@@ -128,11 +129,12 @@ def _listed(value: Any) -> list[int]:  # noqa: ANN401 - a number, a list of them
 
 
 def _head_cuts(pairs: set[tuple[int, int]], heads: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """Map each (queries, keys) to fewer of both. Distinct counts stay distinct, and one key a query and one key for all
-    queries stay so."""
+    """Map each pair of numbers (query heads, key heads) to a smaller pair. Distinct pairs stay distinct. One key head
+    per query head, or one for all, stays so."""
     groups = sorted({k for q, k in pairs if 1 < k < q})
     keys = {k: 2 ** (i + 1) for i, k in enumerate(groups)}
-    least = 3 * max(keys.values()) if keys else heads  # more queries a key than keys: neither can stand for the other
+    # More query heads per key head than key heads, so that neither number can be mistaken for the other.
+    least = 3 * max(keys.values()) if keys else heads
     queries = {q: least * (i + 1) for i, q in enumerate(sorted({q for q, _ in pairs}))}
     if any(cut > count for count, cut in (*keys.items(), *queries.items())):
         return {pair: pair for pair in pairs}
@@ -140,7 +142,7 @@ def _head_cuts(pairs: set[tuple[int, int]], heads: int) -> dict[tuple[int, int],
 
 
 def _cut_experts(fields: dict[str, Any]) -> None:
-    """Keep twice as many experts as a token chooses, also within the groups that it chooses, and make each narrow."""
+    """Keep twice as many experts as a token chooses, also within groups of experts, and make each expert narrow."""
     for _, part in parts(fields):
         groups = next((part[name] for name in EXPERT_GROUPS if part.get(name)), 1)
         chosen = next((part[name] for name in TOP_K if part.get(name)), 1)

@@ -1,14 +1,16 @@
-"""Compares a small copy of a target: transformers' own model (eager attention, no cache, all recomputed) with ours.
+"""Compares two small copies of a target: transformers' model (eager attention, no cache, all recomputed) and the
+export's.
 
 Logits and the states at every layer are compared over two prompts, one after the other in the same caches. Both are
 longer than any length in the configuration (sliding window, original rope length):
 
-1. the first goes in the longest chunks that are allowed, then in steps, each after a verify window that is rolled back;
-2. the second has no chunk across a length: a chunk ends before the shortest length, steps lead up to each length and
-   across it, and chunks lie between.
+1. the first is computed in the longest chunks that are allowed, then in steps, each after a verify window that is
+   rolled back;
+2. in the second no chunk crosses a length: a chunk ends before the shortest length, steps cross each length, and chunks
+   cover the parts between.
 
-transformers' own states must not depend on the length of the text either: for each length it also computes a text that
-ends there.
+transformers' states must not depend on the length of the text either, so it also computes a text that ends at each
+length.
 """
 
 import sys
@@ -39,19 +41,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 STEPS, STEP_ROWS, WRONG_ROWS = 4, 2, 4
-"""After a prompt come ``STEPS`` verify windows of ``STEP_ROWS`` right tokens. Each overwrites ``WRONG_ROWS`` wrong
-ones."""
+"""After a prompt, ``STEPS`` verify windows with ``STEP_ROWS`` right tokens follow. Each overwrites ``WRONG_ROWS`` wrong
+tokens."""
 BEFORE = 5
-"""The first chunk of the second prompt ends this many rows before the shortest length. Lengths are mostly even, so the
-chunk's is odd."""
+"""The first chunk of the second prompt ends this many rows before the shortest length. It is odd so that the chunk's
+length is odd, since most lengths are even."""
 MOST_FIELDS_TRIED = 12
 DISTRIBUTED_TENSORS = "torch.distributed.tensor"
-MOST_CHARACTERS = 200  # of an error of transformers or torch, and of a value
+MOST_CHARACTERS = 200  # the longest shown part of an error of transformers or torch, or of a value
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A shrunken text configuration, a prompt's length in tokens, and the lengths that it passes, ascending."""
+    """The configuration of a small copy, the length of its prompt in tokens, and the lengths that the prompt passes,
+    ascending."""
 
     config: "PreTrainedConfig"
     tokens: int
@@ -59,7 +62,7 @@ class Twin:
 
 
 def make_twin(config: "PreTrainedConfig") -> Twin:
-    """Make the twin of a user's text configuration. Raises transformers' own error where it cannot build a model."""
+    """Make the ``Twin`` of a user's text configuration. Raises transformers' own error if it cannot build a model."""
     small = shrink(config)
     fields = common_fields(small)
 
@@ -79,21 +82,20 @@ def make_twin(config: "PreTrainedConfig") -> Twin:
 
 
 def check_target(spec: TargetSpec, name: str, checkpoint: Path, config: "PreTrainedConfig") -> dict[str, Any]:
-    """Compare the twins of a transformers text configuration; return the manifest's entry on it.
-
-    Raises ValueError where they differ or ours does not run. The message names the fields that are not at their class's
-    defaults.
+    """Compare the two small copies of a text configuration of transformers, and return the manifest's entry on the
+    comparison. Raises ValueError if they differ or the export's copy does not run. The message names the fields that
+    differ from their class's defaults.
     """
     file = checkpoint / "config.json"
     twin = _shrunk(file, config)
     try:
         compared = best_comparison(spec, twin)
-    except OSError:  # of the disk, not of the model
+    except OSError:  # a fault of the disk, not of the model
         raise
     except Exception as error:
         reason = _line(error)
-        if not isinstance(error, ValueError):  # not one of our own refusals
-            reason = f"its layers are not of the kind that we adapt ({type(error).__name__}, {reason})"
+        if not isinstance(error, ValueError):  # not a refusal by this package
+            reason = f"its layers have an unsupported structure ({type(error).__name__}, {reason})"
         raise ValueError(
             f"{name} cannot compute {file} ({config.model_type}): {reason}; {_named(unusual_fields(config))}"
         ) from error
@@ -112,13 +114,13 @@ def _shrunk(file: Path, config: "PreTrainedConfig") -> Twin:
         causes = {field: value for field, value in _tried(config) if _runs(reset(config, field))}
         fact = f"with {_listed(causes)} " if causes else ""
         raise ValueError(
-            f"{file}: {fact}transformers makes no model of it that runs ({_line(error)}): copy or correct the file"
+            f"{file}: {fact}transformers cannot build or run a model from it ({_line(error)}): copy or correct the file"
         ) from error
 
 
 def _running(config: "PreTrainedConfig") -> Twin:
-    """Return the twin of a configuration. Raises whatever transformers does where it makes no model or none that
-    runs."""
+    """Return the ``Twin`` of a configuration. Raises transformers' error if it cannot build the model or the model does
+    not run."""
     twin = make_twin(config)
     _reference(twin.config)(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
     return twin
@@ -129,17 +131,17 @@ def _tried(config: "PreTrainedConfig") -> list[tuple[str, Any]]:
 
 
 def _runs(config: "PreTrainedConfig") -> bool:
-    """Return whether transformers makes a twin of a configuration that runs."""
+    """Return True if transformers can build and run a small copy of a configuration."""
     try:
         _running(config)
-    except Exception:  # whatever it raises, it does not run
+    except Exception:  # any error means that it does not run
         return False
     return True
 
 
 def best_comparison(spec: TargetSpec, twin: Twin) -> Comparison:
-    """Compare the twins with the first random weights under which they agree: with some weights two experts tie, and
-    rounding decides between them."""
+    """Compare the two copies with several sets of random weights, until they agree: with some weights two experts tie,
+    and rounding decides between them."""
     found = compare(spec, twin, SEEDS[0])
     for seed in SEEDS[1:]:
         if found.difference <= TOLERANCE:
@@ -149,7 +151,7 @@ def best_comparison(spec: TargetSpec, twin: Twin) -> Comparison:
 
 
 def compare(spec: TargetSpec, twin: Twin, seed: int) -> Comparison:
-    """Compare both twins under the same random weights, which ours loads from a folder that transformers saved."""
+    """Compare both copies with the same random weights, which transformers saves and the export's loader reads."""
     config, length = twin.config, twin.tokens
     compared = Comparison(length)
 
@@ -193,8 +195,8 @@ def _cut(text: str) -> str:
 
 @contextmanager
 def quiet_saving() -> Iterator[None]:
-    """Keep transformers from showing a progress bar in this context, and from importing distributed tensors, of which
-    huggingface_hub asks whether a weight is one."""
+    """Keep transformers from showing a progress bar in this context, and from importing the module of distributed
+    tensors, which huggingface_hub would use to check each weight."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -210,7 +212,7 @@ def quiet_saving() -> Iterator[None]:
 
 
 def _reference(twin: "PreTrainedConfig") -> "PreTrainedModel | TextPart":
-    """transformers' own model, or the text part of a multimodal one, which runs the whole model's forward.
+    """Return transformers' model, or the text part of a multimodal one, which runs the whole model's forward.
 
     It keeps the dtypes that transformers gives it: some classes have parts that stay in bfloat16 and compute in it.
     """
@@ -221,9 +223,8 @@ def _reference(twin: "PreTrainedConfig") -> "PreTrainedModel | TextPart":
 
 
 def without_images(text_model: nn.Module) -> None:
-    """Let the outputs of a complete text model within a wrapper have no images, where they lack the field.
-
-    Llama 4's wrapper in transformers 5.24.0 reads it from them, and raises for each text and image without it.
+    """Add the missing field for images, with the value None, to the outputs of a text model within a wrapper. Llama 4's
+    wrapper in transformers 5.24.0 reads this field, and raises an error if it is missing.
     """
 
     def add_none(_module: nn.Module, _args: object, output: Any) -> None:  # noqa: ANN401 - transformers' own
@@ -243,7 +244,7 @@ def _save(reference: "PreTrainedModel | TextPart", folder: Path) -> None:
 
 def _recomputed(model: "PreTrainedModel | TextPart", tokens: Tensor) -> dict[str, Tensor]:
     """Return logits and states of one forward over all tokens, by name: each [1, T, .]. Hooks on the layers read the
-    states, since transformers applies the final norm to the last one that it returns."""
+    states, since transformers applies the final norm to the last state that it returns."""
     states: dict[int, Tensor] = {}
     count = model.config.num_hidden_layers
     layers = next(each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == count)
@@ -266,12 +267,12 @@ def _recomputed(model: "PreTrainedModel | TextPart", tokens: Tensor) -> dict[str
     for hook in hooks:
         hook.remove()
     for index in reversed(range(len(layers))):
-        states.setdefault(index, states[index + 1])  # a layer that attends to an image alone does nothing to a text
+        states.setdefault(index, states[index + 1])  # a layer that attends only to images has no effect on a text
     return {"logits": logits} | {f"tap {index}": states[index] for index in range(len(layers) + 1)}
 
 
 Forward = tuple[int, int, bool]
-"""The first position, the one behind the last, and whether the tokens are the right ones."""
+"""The first position of a forward, the one after its last, and True if its tokens are the right ones."""
 
 
 def _in_long_chunks(length: int, rows: int) -> Iterator[Forward]:
@@ -307,14 +308,15 @@ def _steps(start: int, end: int, rows: int) -> Iterator[Forward]:
 
 
 def _culprits(spec: TargetSpec, twin: Twin, config: "PreTrainedConfig") -> str:
-    """Find the cause: set each unusual field of the twin back to its default by itself, and name those with which the
-    twins agree, with their values in ``config``, which the twin was shrunk from."""
+    """Find the fields that cause a difference, and return a text that names them with their values in ``config``. Each
+    unusual field of the small copy is reset to its default, one at a time; if the copies then agree, the field is a
+    cause."""
     given, causes = all_fields(config), {}
     for field, value in _tried(twin.config):
         try:
             if compare(spec, replace(twin, config=reset(twin.config, field)), SEEDS[0]).difference <= TOLERANCE:
                 causes[field] = given.get(field, value)
-        except Exception:  # transformers cannot build a model without this value: nothing is learnt
+        except Exception:  # transformers cannot build a model without this value, so the test says nothing
             continue
     if causes:
         return f"{_listed(causes)}: this value is not supported"

@@ -162,7 +162,7 @@ def test_taps_beyond_the_targets_layers_are_refused(layers, convention, tmp_path
     assert (code, "6 layers" in line) == (1, True)
 
 
-def test_a_vocabulary_map_of_ids_instead_of_offsets_is_refused(tmp_path):
+def test_a_vocabulary_map_with_ids_instead_of_offsets_is_refused(tmp_path):
     draft = save_random_draft(tmp_path / "draft", tiny_config(), changes={"d2t": torch.arange(48) * 3 + 2000})
     code, line = export_fails(tmp_path, "--draft", draft)
     assert (code, "offsets" in line) == (1, True)

@@ -1,5 +1,5 @@
-"""Families and kinds of draft head with random weights, and a family of no table, are exported and run: their tokens
-equal greedy decoding."""
+"""Families and kinds of draft head with random weights, and a family without an entry, are exported and run: their
+tokens equal greedy decoding."""
 
 import json
 

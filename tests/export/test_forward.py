@@ -52,7 +52,7 @@ def test_executorchs_own_runner_gives_the_tokens_of_ours(family_exports, tmp_pat
     session, said = open_session(artifact), []
     for prompt in prompts:
         tokens = complete(session, text.encode(prompt), max_new_tokens=40).token_ids
-        said.append([text.decode([token]) for token in tokens])  # a character each
+        said.append([text.decode([token]) for token in tokens])  # one character per token
     assert json.loads(asked.read_text()) == said
     assert len({"".join(pieces) for pieces in said}) == len(prompts)
 

@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=HEADS)
 def found(request, folder):
-    """The results for a short prompt, then for one as long as the context allows with the same beginning."""
+    """The results for a short prompt, and for one that begins with it and is as long as the context allows."""
     (head, flags), text = HEADS[request.param], random_text()
     given = {"checkpoint": folder / "target", "draft": folder / head, "cuda_arch": "sm_90", "output_dir": None}
     plan = make_plan(ExportConfig("qwen3-4B", max_seq_len=LONG, max_prefill=WINDOW, chain_len=3, **given, **flags))
@@ -88,4 +88,4 @@ def test_long_context_tokens_are_transformers_most_likely_ones_up_to_the_last_sl
         assert float(regret.max()) <= (REGRET if kind == "8 bits" else 1e-5)
     assert len(said[0].token_ids) == 2 * NEW_TOKENS and len(said[1].token_ids) == NEW_TOKENS
     assert said[1].stats.reused_prompt_tokens >= SHORT - WINDOW
-    assert said[0].stats.num_drafts > NEW_TOKENS  # most of whose tokens were rejected
+    assert said[0].stats.num_drafts > NEW_TOKENS  # most of the window's tokens were rejected

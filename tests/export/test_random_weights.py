@@ -54,7 +54,7 @@ def test_gemma4_31b_with_six_layers_is_planned_from_2_mb(published):  # noqa: F8
     facts = json.loads(run_command(export_main, *given, "--json").stdout)
     assert published.bytes < 2_000_000
     assert facts["taps"] == [2, 3, 4]
-    assert 4.3e9 < facts["target_parameters"] < 4.4e9  # of 30.7e9; the embedding has 1.4e9
+    assert 4.3e9 < facts["target_parameters"] < 4.4e9  # of 30.7e9 parameters; the embedding has 1.4e9
     assert facts["twin"]["target"]["layers"] == 6
 
 
@@ -164,4 +164,4 @@ def test_random_weights_without_known_shapes_are_refused_in_one_line(tmp_path):
     _, line = fail_command(export_main, *given, "--random-weights")
     assert "--random-weights takes the shapes of weights in safetensors" in line and "/target has no" in line
     _, line = fail_command(export_main, *given, "--layers", 2)
-    assert "--layers 2 is for --random-weights: type both" in line
+    assert "--layers 2 needs --random-weights: type both" in line

@@ -1,6 +1,6 @@
 """Every value of a configuration is computed as transformers computes it, or the export is refused in one line.
 
-The cases are families of no table, and known families with one changed field each.
+The cases are families without an entry, and known families with one changed field each.
 """
 
 import pytest
@@ -28,7 +28,7 @@ def outcome(config, target: str, tmp_path) -> tuple[str, str]:
         expected = greedy(model)
     except Exception as error:
         return NO_MODEL, str(error)
-    model.generation_config.eos_token_id = model.config.eos_token_id = None  # of the published model's vocabulary
+    model.generation_config.eos_token_id = model.config.eos_token_id = None  # an id in the published model's vocabulary
     model.save_pretrained(tmp_path / "target")
     layers = model.config.num_hidden_layers
     draft = save_random_draft(tmp_path / "draft", model.config, aux_layers=(0, layers // 2, layers))
@@ -129,7 +129,7 @@ def test_a_changed_field_is_right_or_refused(target, change, tmp_path):
     try:
         config = BASES[target](**change)
     except Exception:
-        return  # transformers takes no such value
+        return  # transformers rejects the value
     what, line = outcome(config, target, tmp_path)
     expected = next((known for name, value, known in KNOWN if change.get(name) == value), (RIGHT, REFUSED, NO_MODEL))
     assert what in expected, line

@@ -23,7 +23,7 @@ from eagle3.runner.rounds.loop import complete
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 
-pytestmark = pytest.mark.usefixtures("host_artifact")  # some tests ask for it by the name of a parameter
+pytestmark = pytest.mark.usefixtures("host_artifact")  # some tests request the fixture by the name in a parameter
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def prompt_of(length):
 # --- the shipped model, in eager mode and compiled
 
 
-# Below the least prefill, at it, chunks and a rest in verify windows.
+# Prompts below the shortest prefill chunk, of its length, and of several chunks with a rest in verify windows.
 @pytest.mark.first(3)
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 64, 65, 131])
 @pytest.mark.parametrize("name", ["eager", "hosted"])
@@ -124,7 +124,7 @@ def test_a_fused_round_is_right_for_each_kind_of_head_and_any_acceptance(target,
     assert session.metadata.proposals == (chain_len if target == "qwen3-4B" else 1)
     prompt = [3 + (5 * i) % 90 for i in range(30)]
     said = complete(session, prompt, max_new_tokens=40, stop_ids=[]).token_ids
-    complete(session, prompt, max_new_tokens=2)  # what the rings held of the prompt is overwritten by now
+    complete(session, prompt, max_new_tokens=2)  # by now the rings hold nothing of the prompt
     at = len(prompt)
     for accepted in (*range(chain_len + 1), 0, chain_len):
         index = at - len(prompt)

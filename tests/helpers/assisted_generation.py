@@ -1,8 +1,8 @@
 """Runs transformers' own assisted generation with a Gemma 4 assistant, as the reference for proposals.
 
-There the assistant attends to the slot of the newest token, which does not yet hold that token's keys (after a
+transformers' assistant attends to the slot of the newest token, which does not yet hold that token's keys (after a
 rejection it holds another token's), and to rejected slots of sliding layers. ``proposed`` removes these slots, so that
-the assistant attends to the same slots as our head.
+the assistant attends to the same slots as the exported head.
 """
 
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 
 def proposed(model, assistant, prompt: list[int], new_tokens: int, chain_len: int) -> tuple[list[int], list[list[int]]]:
-    """Return the new tokens, and the proposals of each round."""
+    """Generate, and return the new tokens and the proposals of each round."""
     settings = assistant.generation_config
     settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = chain_len, "constant"
     with recorded(model.config.sliding_window) as rounds:

@@ -1,4 +1,4 @@
-"""A product of queries, keys and values, with what its attention takes."""
+"""Makes random inputs for attention that takes the product of queries, keys and values."""
 
 import torch
 
@@ -29,7 +29,7 @@ def made(
     bias: bool = False,
     plus: float = 0.0,
 ) -> tuple:
-    """Make the inputs of the op, except counters and rows of a tile: random, with caches full of other values."""
+    """Return random inputs of the op except counters and rows of a tile. The caches are full of other values."""
     torch.manual_seed(first)
     heads = kv_heads * groups
     product = torch.randn(16, (heads + 2 * kv_heads) * width).bfloat16()[-rows:]

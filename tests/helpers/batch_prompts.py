@@ -1,4 +1,4 @@
-"""A file of prompts of every form."""
+"""Writes a file with prompts of every form."""
 
 PROMPTS = [
     {"prompt_tokens": [2, 318, 1664, 11]},

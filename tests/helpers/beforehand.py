@@ -1,8 +1,6 @@
-"""Makes the artifacts that take minutes of one core, one after the other, while tests run.
-
-With pytest-xdist, the workers report which artifacts they need, and the process that controls them makes each one for
-all. So no worker waits for another worker that died. Each artifact is a folder at a place that all processes know; a
-file beside it marks it as finished.
+"""Makes artifacts that take minutes of one core, one after the other, while tests run. With pytest-xdist, the workers
+report which artifacts they need, and the controlling process makes each one for all workers. So no worker waits for one
+that died. Each artifact is a folder with a path that all processes know; a file beside it marks it as finished.
 """
 
 import subprocess
@@ -76,7 +74,8 @@ class Beforehand:
 
     def stop(self) -> None:
         """Stop making artifacts."""
-        self.pool.shutdown(wait=False, cancel_futures=True)  # first: nothing else begins once the child is gone
+        # Cancelled first, so that no other artifact begins when the child ends.
+        self.pool.shutdown(wait=False, cancel_futures=True)
         if self.running is not None:
             self.running.kill()
         self.pool.shutdown()

@@ -14,7 +14,7 @@ DRIVER = shutil.which("chromedriver")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MISSING = None if DRIVER and BROWSER else "no Chromium with chromedriver here (Debian: chromium, chromium-driver)"
 QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name of a reference to one
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's key of a reference to an element
 ENTER, ESCAPE, TAB, SHIFT = "\ue007", "\ue00c", "\ue004", "\ue008"
 
 
@@ -63,7 +63,7 @@ class Browser:
         return value
 
     def log(self) -> list[dict]:
-        """Return the console's messages since the last call, with failures to load and exceptions."""
+        """Return the console's messages since the last call, including exceptions and failed requests."""
         return self._post("se/log", type="browser")
 
     def devtools(self, command: str, **given) -> None:

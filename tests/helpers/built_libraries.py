@@ -1,4 +1,4 @@
-"""Libraries of CUDA kernels, as AOTInductor builds them, of small models."""
+"""Builds libraries with CUDA kernels as AOTInductor does, for small models."""
 
 import torch
 import triton
@@ -20,7 +20,8 @@ POINTERS = {
 
 
 def build(kernel, types, constants, warps, arch="sm_90", registers=None):
-    """A kernel, its other arguments of ``types``, pointers aligned to 16 bytes, compiled."""
+    """Compile a kernel. ``types`` are the types of the arguments that are not constants; pointers are aligned to 16
+    bytes."""
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type != "i32"}
@@ -91,7 +92,7 @@ LAUNCHED = {
 
 
 def launched(weight, rows):
-    """The grid, and what ``build`` takes."""
+    """Return the grid of a launch with ``rows`` rows, and the arguments for ``build``."""
     launch, kernel, parts = LAUNCHED[weight]
     calls = []
 

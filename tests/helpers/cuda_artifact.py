@@ -1,5 +1,5 @@
-"""Exports gemma4-tiny, or the model that the flags name, to CUDA by the command itself. The Triton source of each
-compiled kernel is kept in a folder beside the artifact, for ``interpreted_artifact.py``.
+"""Exports gemma4-tiny, or the model that the flags name, to CUDA by running ``eagle3-export``. The Triton source of
+each compiled kernel is kept in a folder beside the artifact, for ``interpreted_artifact.py``.
 
     python tests/helpers/cuda_artifact.py FOLDER [FLAGS OF eagle3-export]
 """
@@ -31,7 +31,7 @@ def export(folder: Path, flags: tuple[str, ...] = DEFAULT) -> None:
     sources.mkdir(parents=True)
 
     def keep(self: CppWrapperGpu) -> None:
-        finish(self)  # by now every kernel is compiled
+        finish(self)  # now every kernel is compiled
         for name, body in self._kernel_name_to_body.items():
             if known := CudaKernelParamCache.get(name):
                 keep_source(sources, known, body)
@@ -55,11 +55,12 @@ def keep_source(sources: Path, known: dict, body: str) -> None:
         "signature": meta["signature"],
         "constants": known["config"] | meta["constants"],
     }
-    (sources / f"{uuid.uuid4()}.pickle").write_bytes(pickle.dumps(kernel))  # another process keeps those of its methods
+    # The name is unique, since another process keeps the kernels of its methods in the same folder.
+    (sources / f"{uuid.uuid4()}.pickle").write_bytes(pickle.dumps(kernel))
 
 
 def name_by_image(file: Path) -> None:
-    """Rename the file of a kernel to the hash of its final machine code, which is in the library."""
+    """Rename the file of a kernel to the hash of its final machine code, which the library contains."""
     kernel = pickle.loads(file.read_bytes())
     image = Path(kernel.pop("image")).read_bytes()
     file.unlink()

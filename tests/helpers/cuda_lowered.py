@@ -1,4 +1,4 @@
-"""A module lowered to CUDA by Inductor."""
+"""Lowers a module to CUDA by Inductor."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -20,7 +20,8 @@ from eagle3.export.lowering.cuda.named_gpu import named_gpu
 
 
 def lowered(module, given, **dynamic):
-    """Return what the compiled module calls, in order: kernels with their arguments; and what the arguments are."""
+    """Lower a module. Return the kernels that it calls, in order and with their arguments, and a record of its inputs,
+    outputs and buffers."""
     program = torch.export.export(module, given, strict=False, **dynamic)
     specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
     called, graph = [], SimpleNamespace()

@@ -1,4 +1,4 @@
-"""A golden head of the DFlash family, and the numbers that its trainer's code made."""
+"""Loads a golden head of the DFlash family, and the numbers that its trainer's code computed."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
 class Case:
-    """A golden head over its target's embedding and lm_head, and its numbers."""
+    """A golden head with its target's embedding and lm_head, and its golden numbers."""
 
     def __init__(self, name: str, chain_len: int | None = None):
         self.draft, self.golden = read_draft(GOLDEN / name), load_file(GOLDEN / name / "golden.safetensors")
@@ -29,7 +29,8 @@ class Case:
         self.features = self.head.fuse(self.golden["taps"].chunk(3, dim=-1))
 
     def draft_behind(self, start: int, anchor: int, features=None):
-        """Write the slots from ``start`` on and draft the block of an anchor. Other features are of other tokens."""
+        """Write the slots from ``start`` on, and draft the block of the anchor at position ``anchor``. With other
+        ``features``, other tokens are written too."""
         rows = slice(start, anchor)
         tokens = self.golden["tokens"][:, start + 1 : anchor + 1]
         given = self.features if features is None else features

@@ -1,4 +1,4 @@
-"""DFlash heads for tests: the golden ones, random ones for a random target, and copies with changes."""
+"""DFlash heads for tests: golden heads, random heads for a random target, and changed copies."""
 
 import json
 import shutil
@@ -45,8 +45,8 @@ def plan_of(folder: Path, kind: str, **flags):
 
 
 def z_lab(folder: Path, source: Path = GOLDEN / "dflash_full", own=None, **keys) -> Path:
-    """Write the head in ``source`` in z-lab's form: a flat configuration, no vocabulary map, tap ids that count
-    outputs."""
+    """Write the head in ``source`` in z-lab's form: with a flat configuration, without a vocabulary map, and with tap
+    ids that mean outputs."""
     config = json.loads((source / "config.json").read_text())
     flat = config["transformer_layer_config"] | {"architectures": ["DFlashDraftModel"]}
     given = {"target_layer_ids": [0, 2, 3], "mask_token_id": config["mask_token_id"]}
@@ -68,7 +68,7 @@ def refusal(call, *args, **options) -> str:
 
 
 def changed(source: Path, into: Path, keys=None, tensors=None, layer=None) -> Path:
-    """A copy of a head with other keys, and other tensors (None to leave one out)."""
+    """Write a copy of a head with changed keys and changed tensors (None removes one), and return its folder."""
     shutil.copytree(source, into)
     config = json.loads((into / "config.json").read_text()) | (keys or {})
     if layer:

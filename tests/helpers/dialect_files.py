@@ -47,7 +47,7 @@ CONFIGS = {
     "nemo": FLAT
     | {
         "architectures": ["LlamaEagle3DraftModel"],
-        "num_hidden_layers": 12,  # its target's
+        "num_hidden_layers": 12,  # the target's depth
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]},
     },
     "angelslim": FLAT

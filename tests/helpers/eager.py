@@ -1,4 +1,4 @@
-"""The module that an export traces, run eagerly in float32."""
+"""Runs the module that an export traces, eagerly in float32."""
 
 import torch
 

@@ -2,8 +2,9 @@
 
 ``plan.json`` beside it has ``speeds``: tokens per second by setting ("q8_0 3 f32 on": target's type, chain length,
 draft's type, backend sampling) or by setting and number of new tokens ("q8_0 3 f32 on 64"), and ``default`` for all
-others. It may also have ``starts_not``, ``ends`` and ``refuses``, lists of settings that fail in this way; for the last
-two the second answer fails. The first answer of each server is a hundred times slower, as with cold caches.
+others. It may also have lists of settings that fail: with ``starts_not`` the server does not start, with ``ends`` it
+ends and with ``refuses`` it reports an error at the second request. The first response of each server is a hundred
+times slower, as with cold caches.
 """
 
 import json

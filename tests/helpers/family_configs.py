@@ -1,4 +1,5 @@
-"""Small configurations of decoder-only families of transformers, each with the features that distinguish the family."""
+"""Small configurations of decoder-only families of transformers, each with the features that are special to its
+family."""
 
 from random_checkpoints import GRANITE
 from transformers import AutoConfig

@@ -76,8 +76,8 @@ WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", *TARGET_OF, *OWN_LAY
 
 
 def family_model(name: str):
-    """Return a transformers model. ``auto`` is a family in no table: it has norms after attention and MLP, and sliding
-    and full layers."""
+    """Return a transformers model. ``auto`` is a family without an entry in a table: it has norms after attention and
+    MLP, and sliding and full layers."""
     if name in OWN_LAYER:
         return own_model(OWN_LAYER[name])
     if name == "lfm2":
@@ -89,14 +89,14 @@ def family_model(name: str):
     if name == "qwen3-4B":
         return random_model(name, num_hidden_layers=3, **STACKED)
     if name in TARGET_OF:
-        return random_model(TARGET_OF[name])  # all six layers: the last is the one that attends to everything
+        return random_model(TARGET_OF[name])  # all six layers, since only the last has full attention
     if name != "auto":
         return random_model(name, num_hidden_layers=2 if name in EXPERTS else 3)
     return random_family("olmo3", ["sliding_attention", "full_attention", "sliding_attention"])
 
 
 def random_family(family: str, kinds: list[str]):
-    """A transformers model of ``family`` with layers of these kinds."""
+    """Return a transformers model of ``family`` with layers of these kinds."""
     config = family_config(family)
     config.num_hidden_layers, config.layer_types = len(kinds), kinds
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
@@ -131,8 +131,8 @@ def family_plan(name: str, folder: Path) -> Plan:
 
 def main(output: Path) -> None:
     torch.set_num_threads(1)
-    full_attention.LEAST_BYTES, full_attention.STEP = 0, 16  # as if their caches were those of large models
-    spec.CONVOLUTION_WINDOW = 16  # as if their contexts were long
+    full_attention.LEAST_BYTES, full_attention.STEP = 0, 16  # so that they use the operators of large caches
+    spec.CONVOLUTION_WINDOW = 16  # so that they use the operators of long contexts
     for name, save_draft in DRAFTS.items():
         model, folder = family_model(name), output / name
         model.save_pretrained(folder / "target")

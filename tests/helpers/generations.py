@@ -1,4 +1,4 @@
-"""Generates a prompt by every path of the loop, in a session with any kind of head."""
+"""Generates from a prompt by every path of the loop, in a session with any kind of head."""
 
 from scripted import ThreeMethods
 
@@ -28,7 +28,7 @@ def same_tokens_by_every_path(session, prompt: list[int]) -> list[int]:
 
 
 class Fused:
-    """A session that keeps the proposals of fused rounds, by the position of the window's first token."""
+    """A session that records the proposals of fused rounds, by the position of the window's first token."""
 
     def __init__(self, session):
         self._session, self.windows = session, {}
@@ -43,7 +43,7 @@ class Fused:
 
 
 class Verified(ThreeMethods):
-    """A session without fused rounds that keeps its verify windows in the same way."""
+    """A session without fused rounds that records its verify windows in the same way."""
 
     def __init__(self, session):
         super().__init__(session)
@@ -66,7 +66,7 @@ def assert_the_same_windows(session, prompt: list[int]) -> None:
 
 
 def same_tokens_behind_a_kept_prefix(session, prompt: list[int], plain: list[int], reused: int) -> None:
-    """Assert that a prompt whose first ``reused`` tokens or more are in the caches gives the same tokens as with empty
+    """Assert that a prompt gives the same tokens with empty caches and with at least its first ``reused`` tokens in the
     caches. ``plain`` are the greedy tokens after ``prompt``."""
     cached = CachedTokens()
     complete(session, prompt, cached=cached, **OPTIONS | {"max_new_tokens": 8})

@@ -27,7 +27,7 @@ def nibbles(codes: np.ndarray) -> np.ndarray:
 
 
 def halves(*values: np.ndarray) -> np.ndarray:
-    """Return super-scales, float16 [blocks] each, as bytes [blocks, 2 per array]."""
+    """Pack arrays of super-scales, float16 [blocks] each, into bytes [blocks, 2 per array]."""
     return np.stack(values, axis=1).astype(np.float16).view(np.uint8)
 
 
@@ -52,8 +52,8 @@ def q6_k(codes, scales, d) -> np.ndarray:
 
 
 def random_blocks(kind: str, n: int, k: int, seed: int = 0) -> np.ndarray:
-    """Return random blocks with all codes, and with the extremes and both signs of minima and scales: uint8 [n, bytes
-    of a row]."""
+    """Return random blocks in which all codes occur, and extreme values and both signs of minima and scales: uint8 [n,
+    bytes of a row]."""
     random, blocks = np.random.default_rng(seed), n * k // 256
 
     def whole(low: int, high: int, *shape: int, dtype=np.uint8) -> np.ndarray:
@@ -135,9 +135,9 @@ def transformers_gguf(
     fields: dict[str, Any] | None = None,
     rows: int | None = None,
 ) -> Path:
-    """Write a transformers model as llama.cpp's converter does (``LlamaModel`` and others there); ``kinds`` is as for
-    ``gemma4_gguf``. ``fields`` change its metadata, and None removes a key; ``rows`` is the number of rows of the
-    embedding and the head."""
+    """Write a transformers model as llama.cpp's converter does (``LlamaModel`` and others there). ``kinds`` has the
+    same meaning as in ``gemma4_gguf``. ``fields`` change its metadata, and None removes a key; ``rows`` is the number
+    of rows of the embedding and the head."""
     config = model.config
     (kind,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)

@@ -1,7 +1,7 @@
 """Makes gemma4-tiny in the form of a CUDA artifact, but compiled by AOTInductor for the CPU, so that the PyTorch host
 runs it without a GPU.
 
-ExecuTorch's CUDA backend does the packing: library, weight table, one store of weights and caches for all methods. Its
+ExecuTorch's CUDA backend packs it: a library, a weight table, and one store of weights and caches for all methods. Its
 steps for a GPU (moving weights, Triton kernels, compile options) are removed.
 """
 

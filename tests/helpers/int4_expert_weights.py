@@ -1,4 +1,4 @@
-"""INT4 weights of experts, and choices of them."""
+"""Makes INT4 weights of experts, and random choices of experts."""
 
 from typing import NamedTuple
 

@@ -2,16 +2,16 @@
 
 The unchanged runner loads its libraries in PyTorch's container, with a strict stand-in for CUDA's driver
 (``stand_in_driver.py``), and captures and replays graphs. Triton's interpreter runs each launch from the source of its
-kernel (``stand_in_kernels.py``). Everything of an artifact but the machine code is tested this way: the launched
-kernels and their grids and arguments, the memory that they access, the memory that methods share, the waits of the
-host, and the results of the kernels, both Inductor's and our specialized ones.
+kernel (``stand_in_kernels.py``). This tests everything in an artifact except the machine code: the launched kernels
+with their grids and arguments, the memory that they access, the memory that methods share, the waits of the host, and
+the results of all kernels, Inductor's and this package's.
 
     echo '[{"prompt": [2, 318, 825], "max_new_tokens": 8}]' | python tests/helpers/interpreted_artifact.py ARTIFACT
 """
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, and what has kernels
+os.environ["TRITON_INTERPRET"] = "1"  # set before Triton and modules with kernels are imported
 
 import ctypes
 import gc
@@ -59,15 +59,17 @@ class Machine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Return a context in which PyTorch has a device that runs the kernels for real."""
-        host_symbols = patch.object(torch_host, "export_host_symbols", lambda device: None)  # they are there
+        """Return a context in which PyTorch has a device whose launches compute."""
+        # The stand-in's symbols are already exported.
+        host_symbols = patch.object(torch_host, "export_host_symbols", lambda device: None)
         with ExitStack() as stack:
             for each in (cuda_build(self.cuda), host_symbols, interpreted(self.kernels)):
                 stack.enter_context(each)
             yield
 
     def open(self, artifact: Path, graphs: bool = True, unwritten: int = HUGE) -> torch_host.TorchSession:
-        """Open an artifact as a command does on a machine with a GPU; each byte of the caches is ``unwritten``."""
+        """Open an artifact as a command does on a machine with a GPU. Each byte of the caches has the value
+        ``unwritten`` at first."""
         metadata = load_artifact(artifact / MODEL_FILE, checked=False).metadata
         place = torch_host.place_storages
 
@@ -77,7 +79,7 @@ class Machine:
                 address, size = self.placed[key].data_ptr(), self.placed[key].nbytes
                 if size and self.placed[key].is_cuda:
                     self.device.label(address, weight.name)
-                    if "cache" in weight.name:  # no method is to see what no method wrote; a weight of 0 may meet it
+                    if "cache" in weight.name:  # no method may read unwritten bytes, except with a weight of 0
                         ctypes.memset(self.device.shown(address, size), unwritten, size)
             return self.placed
 
@@ -85,8 +87,8 @@ class Machine:
             return torch_host.open_torch_session(artifact / MODEL_FILE, artifact / WEIGHTS_FILE, metadata, graphs)
 
     def left(self) -> dict[str, int]:
-        """Count the unreleased resources: handles by kind, and after a capture, whether memory still comes from its
-        pool and whether its stream is still the current one."""
+        """Count the unreleased resources: handles by kind. After a capture, "pool" is 1 if memory still comes from its
+        pool, and "current stream" is 1 if its stream is still the current one."""
         self.placed = {}
         gc.collect()
         self.device.library.cudaDeviceSynchronize()
@@ -95,8 +97,7 @@ class Machine:
 
 
 def looked_at(session: torch_host.TorchSession) -> torch_host.TorchSession:
-    """Return the session with a check of its outputs: memory that nothing wrote would be NaN in floats and an invalid
-    id."""
+    """Return the session with a check of its outputs: unwritten memory would give NaN in floats and an invalid id."""
     call, vocabulary = session._call, session.metadata.vocab_size
 
     def look(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -129,7 +130,8 @@ def counted(session: torch_host.TorchSession, kernels: Kernels) -> dict[str, dic
 
 
 def generations(session: TimedSession, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
-    """Generate by fused rounds, replayed like CUDA graphs, and by the three methods. Returns tokens and proposals."""
+    """Generate by fused rounds, replayed like CUDA graphs, and by the three methods. Return the tokens and the
+    proposals of both."""
     found = {}
     for name, fused in (("fused_rounds", True), ("three_methods", False)):
         session.has_speculate = fused

@@ -1,4 +1,4 @@
-"""Weights in llama.cpp's K-quants."""
+"""Makes weights in llama.cpp's K-quants."""
 
 import gguf
 import numpy as np
@@ -13,7 +13,7 @@ KINDS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
 
 
 def weight(kind: str, n: int, k: int, blocks: np.ndarray | None = None) -> tuple[KQuantTensor, Tensor]:
-    """Make a random weight for CUDA, and as gguf-py dequantizes it."""
+    """Return a random weight in the form for CUDA, and its values as dequantized by gguf-py."""
     raw = random_blocks(kind, n, k, seed=n + k) if blocks is None else blocks.reshape(n, -1)
     tensor = ExportableGGUFTensor(torch.from_numpy(raw), kind.lower(), torch.float32)
     return laid_out(tensor), torch.from_numpy(gguf.dequantize(raw, TYPES[kind]))

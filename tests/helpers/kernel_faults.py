@@ -1,4 +1,4 @@
-"""Puts faults into kernels by hand, which a check of kernels must find."""
+"""Puts faults into kernels, which a check of kernels must find."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from torch import Tensor
 
 @contextmanager
 def fault(folder: Path, module: ModuleType, old: str, new: str, *users: ModuleType) -> Iterator[None]:
-    """Replace the kernels of ``module``, also in the modules ``users`` that imported them, by kernels of its source
-    with ``new`` in place of ``old``.
+    """Replace the kernels of ``module`` by kernels from its source with ``new`` in place of ``old``; also in ``users``,
+    the modules that imported them.
 
     The source is kept in ``folder``, for line numbers. Raises ValueError if ``old`` does not occur exactly once.
     """
@@ -34,8 +34,8 @@ def fault(folder: Path, module: ModuleType, old: str, new: str, *users: ModuleTy
 
 
 def kernels_alone(source: str) -> str:
-    """Return only the functions of a module that Triton compiles, on their original lines. A copy of the whole module
-    would register its ops again, which deletes the original ops: their next call would read freed memory."""
+    """Return the source with only the functions that Triton compiles, on their original lines. A copy of the whole
+    module would register its ops again, which deletes the original ops: their next call would read freed memory."""
     lines, kept = source.splitlines(), set()
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):

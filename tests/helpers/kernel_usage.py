@@ -1,5 +1,5 @@
-"""Compiles a Triton kernel without a GPU, and returns the GPU resources that it takes, after a check that its threads
-share no memory without a barrier."""
+"""Compiles a Triton kernel without a GPU, checks that its threads share no memory without a barrier, and returns the
+GPU resources that it takes."""
 
 import re
 import subprocess
@@ -21,15 +21,15 @@ SHARED = 99 * 1024
 
 @dataclass(frozen=True)
 class Usage:
-    registers: int  # a thread
-    stack: int  # bytes a thread: what is spilled
-    shared: int  # bytes a program
+    registers: int  # per thread
+    stack: int  # spilled bytes per thread
+    shared: int  # bytes of shared memory per program
     loop: tuple[str, ...]
     """Machine instructions of the main loop, by name: the longest loop with a product in it."""
     ptx: str
 
     def a_weight(self, weights: int, warps: int) -> float:
-        """Return the instructions of the main loop per weight, where ``weights`` is the number of weights of a
+        """Return the number of instructions in the main loop per weight. ``weights`` is the number of weights in a
         program's block."""
         return len(self.loop) * 32 * warps / weights
 
@@ -38,7 +38,8 @@ def usage(
     kernel, types: list[str], constants: dict, arch: int, folder: Path, warps: int, registers: int | None = None
 ) -> Usage:
     """Compile a kernel and return its usage. ``types`` are the types of the arguments that are not constants;
-    ``registers`` is the most registers that the kernel may take. The test fails if a barrier is missing."""
+    ``registers`` is the largest number of registers that the kernel may take. The test fails if a barrier is
+    missing."""
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
@@ -76,7 +77,7 @@ def assert_two_programs_fit(kernel, types: list[str], constants: dict, arch: int
     copies."""
     found = usage(kernel, types, constants, arch, folder, small_m.WARPS)
     assert found.shared <= SHARED
-    assert found.registers <= 128  # of 65,536 for 2 x 256 threads
+    assert found.registers <= 128  # of 65,536 registers for 2 x 256 threads
     assert found.stack <= 8
     assert "mma.sync" in found.ptx
     assert found.ptx.count("cp.async.cg.shared.global") > 0

@@ -1,4 +1,4 @@
-"""Rounds of a scripted target and draft, and what greedy decoding gives."""
+"""A scripted target, and drafts that propose right or wrong tokens."""
 
 from scripted import VOCABULARY
 
@@ -12,7 +12,7 @@ def wrong(prefix):
 
 
 def right_at(*offsets):
-    """A draft that is right where the prefix length modulo 4 is among ``offsets``."""
+    """Return a draft that proposes the right token if the prefix length modulo 4 is in ``offsets``."""
     return lambda prefix: greedy(prefix) if len(prefix) % 4 in offsets else wrong(prefix)
 
 

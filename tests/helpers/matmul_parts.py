@@ -1,4 +1,4 @@
-"""The parts of a quantized product, and the comparison of two."""
+"""Makes the inputs of a quantized product, and checks its result."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from eagle3.export.lowering.cuda.kernels import int4
 
 
 def parts(*weights: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return the op's inputs for weights as ``int4_weight`` makes them."""
+    """Return the op's inputs for weights that ``int4_weight`` made."""
     laid_out = [int4.tiled(*weight[1:]) for weight in weights]
     return [weight[0] for weight in weights], *map(torch.cat, zip(*laid_out, strict=True))
 
 
 def assert_product(found: Tensor, x: Tensor, w: Tensor) -> None:
-    """Assert the product within a rounding to bf16 and the errors of float32."""
+    """Assert that ``found`` is the product of ``x`` and ``w``, up to a rounding to bf16 and float32's errors."""
     w = w.double()
     expected = x.double() @ w.T
     assert found.dtype == torch.bfloat16 and found.shape == expected.shape

@@ -1,4 +1,4 @@
-"""MTP heads for tests: the golden ones, and random targets with an MTP layer of their own under its published names."""
+"""MTP heads for tests: golden heads, and random targets whose own MTP layer has its published names."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ def own_model(model_type: str, **changes):
 
 
 def save_target(folder: Path, model_type: str, **changes) -> Path:
-    """Save a random target of transformers with an MTP layer of its own, with random weights."""
+    """Save a random target of transformers together with a random MTP layer of its own."""
     target = own_model(model_type, **changes)
     target.save_pretrained(folder)
     head, layers = transformers_head(target), target.config.num_hidden_layers
@@ -102,7 +102,7 @@ def transformers_head(target, folder: Path | None = None) -> MtpModel:
             setattr(target.config, key, value)
     if folder is None:
         return MtpModel(target, 1).eval().requires_grad_(False)
-    layers = target.config.num_hidden_layers  # transformers lists the layers of published sizes
+    layers = target.config.num_hidden_layers  # transformers would ignore the layers of published sizes
     target._keys_to_ignore_on_load_unexpected = [r"^mtp\..*", rf"model\.layers\.{layers}\..*"]
     return MtpModel.from_pretrained(target).eval().requires_grad_(False)
 
@@ -126,7 +126,8 @@ def plan_of(target: Path, draft: Path | str | None = "mtp", **flags):
 
 
 def changed(source: Path, into: Path, keys=None, layer=None, tensors=None) -> Path:
-    """A copy of a checkpoint with other keys, other keys of its layers, and other tensors (None to leave one out)."""
+    """Write a copy of a checkpoint with changed keys, changed keys of its layers, and changed tensors (None removes
+    one), and return its folder."""
     shutil.copytree(source, into)
     config = json.loads((into / "config.json").read_text()) | (keys or {})
     if layer:

@@ -1,4 +1,4 @@
-"""A checkpoint of gpt-oss with experts in MXFP4."""
+"""Writes a checkpoint of gpt-oss with experts in MXFP4."""
 
 import torch
 from random_checkpoints import random_model
@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 
 def mxfp4_checkpoint(folder) -> None:
-    """A gpt-oss whose experts are in blocks, as it is published."""
+    """Write a small gpt-oss in the published form, with experts in blocks."""
     model = random_model("gpt-oss-20b", num_hidden_layers=2).to(torch.bfloat16)
     model.config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     tensors = dict(model.state_dict())

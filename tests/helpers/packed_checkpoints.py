@@ -47,7 +47,8 @@ def compressed_tensors_config(bits: int, group: int, symmetric: bool) -> dict:
 
 
 def gptq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, less: int = 1) -> dict[str, Tensor]:
-    """Pack codes along the inputs, and zero points along the outputs, in the format v1 less 1."""
+    """Pack codes along the inputs, and zero points along the outputs. In the format v1 zero points are stored less
+    1."""
     zero = torch.full(scale.shape, 1 << (bits - 1)) if zero is None else zero
     columns, groups = codes.shape[1], scale.shape[1]
     return {
@@ -59,7 +60,7 @@ def gptq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, less: int
 
 
 def scattered_gptq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> dict[str, Tensor]:
-    """Pack with desc_act: the columns of a group are anywhere. ``codes`` are sorted by groups."""
+    """Pack as with desc_act, which scatters the columns of a group. ``codes`` are sorted by groups."""
     parts, order = gptq(codes, scale, zero, bits), order_of(codes.shape[1])
     placed = torch.empty_like(codes).index_copy_(1, order, codes)
     return parts | {
@@ -69,7 +70,7 @@ def scattered_gptq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int)
 
 
 def order_of(columns: int) -> Tensor:
-    """Return the columns in the order of their groups, ascending within a group of 128."""
+    """Return the columns ordered by their groups of 128, ascending within a group."""
     mixed = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
     return mixed.unflatten(0, (-1, 128)).sort(-1).values.flatten()
 
@@ -80,7 +81,7 @@ def gptq_config(bits: int, group: int, symmetric: bool, kind: str = "gptq") -> d
 
 
 def awq(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> dict[str, Tensor]:
-    """Pack codes along the outputs, from the lowest bits on the outputs 0, 2, 4, 6, 1, 3, 5, 7 of each eight."""
+    """Pack codes along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 of each eight from the lowest bits on."""
 
     def mixed(values: Tensor) -> Tensor:
         return words(values.unflatten(1, (-1, 8))[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)
@@ -94,7 +95,7 @@ def awq_config(bits: int, group: int, symmetric: bool) -> dict:
 
 
 def gptq_with_zero_biases(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> dict[str, Tensor]:
-    """Pack as AutoGPTQ does, which gives every linear a bias."""
+    """Pack as AutoGPTQ does, which writes a bias of zeros for every linear."""
     return gptq(codes, scale, zero, bits) | {"bias": torch.zeros(codes.shape[0], dtype=torch.float16)}
 
 
@@ -129,8 +130,8 @@ def dense(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tenso
 
 
 def save_packed(folder: Path, name: str, bits: int, group: int, symmetric: bool, dtype=torch.float16, **sizes):
-    """Return transformers' Llama with weights of random codes, in float32. Its folder has every linear but the head
-    packed."""
+    """Return a Llama of transformers with the dequantized weights of random codes, in float32. Its folder has every
+    linear except lm_head packed."""
     pack, config = FORMATS[name]
     model = random_model("llama3.1-8B", **sizes)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Compiles our kernels to PTX for any architecture without a GPU, and also kernels with a fault put in.
+"""Compiles this package's kernels, or copies with a fault, to PTX for any architecture without a GPU.
 
 python tests/helpers/ptx_of_kernels.py
 """
@@ -38,7 +38,7 @@ TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int8: "*i8",
     torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
-OUTPUTS, INPUTS = 1024, 5376  # so few outputs that programs share K
+OUTPUTS, INPUTS = 1024, 5376  # few enough outputs for programs to share K
 TILES, BLOCKS = OUTPUTS // 128, INPUTS // 256
 
 
@@ -69,7 +69,7 @@ K_QUANTS = {
 
 
 def product(launch: Callable, rows: int, parts: tuple, **more) -> Callable:
-    """Return a launch of ``rows`` rows with weights."""
+    """Return a function that launches a product of ``rows`` rows with the weights ``parts``."""
     return lambda kernel: launch(kernel, on_meta(rows, INPUTS, dtype=torch.bfloat16), *parts, counters("meta"), **more)
 
 
@@ -77,9 +77,9 @@ def attends(
     width: int, groups: int, rows: int, divided: int, made: bool = False, int8: bool = False, window: int = 4096,
     adds: bool = False, **options,
 ) -> Callable:  # fmt: skip
-    """Return a launch of attention to 4096 positions, or to a ``window`` of them. ``made``: the launch also computes
-    queries, keys and values; ``int8``: the cache holds codes; ``adds``: the second launch, which adds the parts of a
-    whole context."""
+    """Return a function that launches attention to 4096 positions, or to a ``window`` of them. With ``made``, the
+    launch also computes queries, keys and values. With ``int8``, the cache holds codes. With ``adds``, it is the second
+    launch, which adds the parts of a whole context."""
     heads, slots = 8 * groups, 4096
     tables = on_meta(rows, width, dtype=torch.bfloat16)
     query, cache = (
@@ -190,7 +190,7 @@ class Recorded:
 
 
 def ptx_of(kernel: triton.JITFunction, launch: Callable, arch: str) -> str:
-    """Return a kernel's PTX, compiled for the arguments of its first launch. Numbers are not specialized."""
+    """Return a kernel's PTX, compiled for the arguments of its first launch. Numbers among them are not specialized."""
     recorded = Recorded()
     launch(recorded)
     arguments, constants = recorded.calls[0]
@@ -232,7 +232,7 @@ def edited(function: triton.JITFunction, old: str, new: str, folder: Path) -> tr
     return names[function.fn.__name__]
 
 
-if __name__ == "__main__":  # every kernel for every architecture: some minutes
+if __name__ == "__main__":  # compiling every kernel for every architecture takes minutes
     found = 0
     for name, (kernel, launch) in KERNELS.items():
         for arch in BY_ARCH:

@@ -19,8 +19,8 @@ SHARD = 5e9
 
 
 def save_sparse(path: Path, shapes: dict[str, tuple[tuple[int, ...], str, int]], values=None) -> None:
-    """Write a sparse safetensors file. ``shapes`` maps names to (shape, dtype, bytes of an element). The data is a hole
-    that takes no disk space, except for the tensors in ``values``, which maps names to bytes."""
+    """Write a sparse safetensors file. ``shapes`` maps names to (shape, dtype, bytes of an element). The data takes no
+    disk space, except for the tensors in ``values``, which maps names to bytes."""
     header, end = {}, 0
     for name, (shape, dtype, size) in shapes.items():
         begin, end = end, end + size * int(torch.Size(shape).numel())
@@ -42,7 +42,7 @@ def save_gemma4_31b(folder: Path) -> int:
     config.save_pretrained(folder)
     shards, total = [{}], 0
     for name, value in gemma4.skeleton(config, max_seq_len=1024).model.state_dict().items():
-        if name == "lm_head.weight":  # tied
+        if name == "lm_head.weight":  # a tied lm_head is not stored
             continue
         if total + 2 * value.numel() > SHARD * len(shards):
             shards.append({})

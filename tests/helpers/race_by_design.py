@@ -1,4 +1,4 @@
-"""Lists accesses that look like a race but are intended, with their lines, the reason, and a condition that is
+"""Lists accesses that look like races but are intended, with their lines, the reason, and a condition that is
 checked."""
 
 import re
@@ -35,8 +35,8 @@ def _all_own_bits(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray | 
 
 
 def _foreign(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray:
-    """Return the cells in which the loading program has not itself stored, before a barrier, the bits that the other
-    program stores."""
+    """Return the cells of which the load may depend on the other program: those in which the loading program has not
+    itself stored the same bits before a barrier."""
     load, store = sorted((meeting.early, meeting.late), key=lambda access: access.kind)
     common, _, places = np.intersect1d(load.cells(meeting.width), store.cells(meeting.width), return_indices=True)
     own: dict[int, int] = {}
@@ -51,7 +51,7 @@ def _foreign(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray:
 
 
 def _in_place(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray | None:
-    """Return ``NOWHERE`` if one program loads elements and then stores each at the place that it was loaded from."""
+    """Return ``NOWHERE`` if one program loads elements and then stores each at its own place."""
     loads_first = (meeting.early.kind, meeting.late.kind) == ("load", "store")
     same = np.array_equal(meeting.early.addresses, meeting.late.addresses)
     return NOWHERE if meeting.same_program and loads_first and same else None

@@ -1,9 +1,9 @@
-"""Happens-before between the programs of a launch, by vector clocks.
+"""Tracks the happens-before relation between the programs of a launch, by vector clocks.
 
 A program counts its barriers; the part between two barriers is an interval. A program has many threads, but a single
 thread makes an atomic operation. An atomic with release semantics therefore publishes only the intervals that a barrier
-has ended. An atomic with acquire semantics makes the intervals published at its address known to that thread, and to
-all threads at the next barrier. Both need a scope that covers other programs: gpu or sys. Read-modify-writes continue
+has ended. An atomic with acquire semantics makes the intervals published at its address known to its thread, and at the
+next barrier to all threads. Both need a scope that covers other programs: gpu or sys. Read-modify-writes continue
 earlier publications, whatever their own semantics; a plain store to the address ends them (PTX ISA, memory consistency
 model: release patterns, acquire patterns).
 
@@ -44,7 +44,7 @@ class Clocks:
         return self._known[program]
 
     def barrier(self, program: int) -> bool:
-        """End an interval of a program. Returns True if its threads know more than before."""
+        """End an interval of a program. Returns True if its threads then know of more intervals."""
         self.interval[program] += 1
         acquired = self._acquired.pop(program, {})
         known = dict(self._known[program])
@@ -54,7 +54,7 @@ class Clocks:
         return news
 
     def atomic(self, program: int, addresses: np.ndarray, semantics: str, scope: str) -> None:
-        """Make an atomic. ``semantics`` is relaxed, acquire, release or acq_rel."""
+        """Record an atomic operation. ``semantics`` is relaxed, acquire, release or acq_rel."""
         if scope not in EVERYWHERE:
             return
         acquired = self._acquired.setdefault(program, {})

@@ -89,7 +89,7 @@ class Launch:
             self._reveal()
 
     def _reveal(self) -> None:
-        """Make stores that the program has acquired visible to it; its own stores take precedence."""
+        """Make the stores that the program has acquired visible to it. Its own stores take precedence."""
         known, own = self.clocks.known(self.program), []
         for access in self.accesses:
             if access.kind != "store" or access.number in self._revealed:
@@ -121,7 +121,7 @@ class Detector:
     """Runs launches and counts its ``findings``.
 
     ``memory`` is None if allocations are unknown. ``orders`` are the orders in which each launch is run; the results of
-    the first one remain. In the orders ``analysed`` accesses are compared, in all others only results.
+    the first one remain. In the orders in ``analysed`` accesses are compared, in the others only results.
     """
 
     def __init__(self, orders: Sequence[str] = ORDERS, analysed: Sequence[str] = ORDERS, seed: int = 0):
@@ -154,7 +154,7 @@ class Detector:
             if first is None:
                 first, left = launch, own
                 if len(self.orders) == 1 and not suspects:
-                    return  # memory is as it is to be left
+                    return  # memory already has its final contents
                 launch.changes.take_back()
             elif site := self._difference(first, left, launch):
                 what = f"what it leaves in the order {order} is not what it leaves in the order {self.orders[0]}"
@@ -185,7 +185,7 @@ class Detector:
         return launch
 
     def _analyse(self, launch: Launch) -> list[tuple[Meeting, Verdict]]:
-        """Return the meetings that are by design only if the loaded values are not used."""
+        """Return those meetings that are by design only if the loaded values are not used."""
         accesses, suspects = launch.accesses, []
         for meeting in meetings(accesses):
             verdict = by_design(meeting, accesses)
@@ -220,7 +220,8 @@ class Detector:
                 self.by_design[verdict.reason] += 1
 
     def _difference(self, first: Launch, left: list, launch: Launch) -> Site | None:
-        """Return the site of a write whose result differs between ``launch`` and ``first``; undo ``launch``."""
+        """Undo ``launch``, and return the site of a write whose result differs from that in ``first``; None if there is
+        none."""
         different = [addresses[self.reach.peek(addresses, values.itemsize) != values] for addresses, values in left]
         theirs = launch.changes.now()
         launch.changes.take_back()
@@ -237,7 +238,7 @@ class Detector:
     def _found(self, launch: Launch, what: str, site: Site, other: Site | None = None) -> None:
         self.findings[Finding(launch.kernel, what, site, other)] += 1
 
-    # What the hooks tell of the program that runs now
+    # --- Calls by the hooks, about the running program
 
     def inside(self, addresses: np.ndarray, size: int, what: str) -> np.ndarray:
         """Return bool [n]: the elements that the launch may access; the others must not be read or written. ``what`` is
@@ -250,8 +251,8 @@ class Detector:
         return inside
 
     def load(self, addresses: np.ndarray, size: int) -> np.ndarray | None:
-        """Return the elements for which the load has to return another value than memory holds, None if there are
-        none."""
+        """Record a load. Return the elements for which it must return another value than that in memory; None if there
+        are none."""
         site = current_site()
         access = self.launch.note("load", addresses, size, site)
         if self._watches_memory and (name := self.memory.unwritten(addresses, size)):
@@ -267,7 +268,7 @@ class Detector:
             self.memory.write(addresses, size)
 
     def atomic(self, addresses: np.ndarray, size: int, semantics: str, scope: str) -> Callable[[], None]:
-        """Check an atomic before it is made. Returns the function to call when its result is used."""
+        """Check an atomic before it runs. Returns the function to call when its result is used."""
         launch, site = self.launch, current_site()
         launch.atomic(addresses, size, semantics, scope, site)
 

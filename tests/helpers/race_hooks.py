@@ -58,7 +58,7 @@ def _bytes(pointers: TensorHandle) -> int:
 def _chosen(
     detector: Detector, pointers: TensorHandle, mask: TensorHandle | np.ndarray, what: str
 ) -> tuple[np.ndarray, TensorHandle]:
-    """Return the addresses of the elements to access, and the mask without elements that the launch may not access."""
+    """Return the addresses of the elements that the launch may access, and the mask of these elements."""
     here = (mask.data if isinstance(mask, TensorHandle) else mask).astype(bool)
     addresses = pointers.data[here]
     if addresses.size:
@@ -113,7 +113,7 @@ def _name(value: Any) -> str:
 
 
 def _know(memory: Memory, arguments: list[Any]) -> None:
-    """Register the tensors among ``arguments``; those not known as fresh count as written."""
+    """Register the tensors among ``arguments``. Memory that is not known to be fresh counts as written."""
     for each in arguments:
         if isinstance(each, torch.Tensor):
             storage = each.untyped_storage()
@@ -158,7 +158,7 @@ def _launch(detector: Detector, of_arguments: bool) -> Callable:
 
 @contextmanager
 def _language_changed_once() -> Iterator[None]:
-    """Let the interpreter patch Triton's language once per launch, instead of at each call of a device function."""
+    """Make the interpreter patch Triton's language once per launch, instead of at each call of a device function."""
     change, changed = interpreter._patch_lang, set()
 
     def once(function: Callable) -> Any:
@@ -177,7 +177,7 @@ _watching: list[Detector] = []
 
 @contextmanager
 def watching(detector: Detector, of_arguments: bool = False) -> Iterator[Detector]:
-    """Check every launch of the interpreter. ``of_arguments``: a launch may access only its tensor arguments, and
+    """Check every launch of the interpreter. With ``of_arguments``, a launch may access only its tensor arguments, and
     memory allocated under ``fresh_memory`` counts as unwritten."""
     if of_arguments:
         detector.memory = Memory()

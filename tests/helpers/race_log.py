@@ -44,7 +44,7 @@ def _site(code: CodeType, line: int) -> Site:
 
 
 def current_site() -> Site:
-    """Return the innermost line of a kernel on Python's stack."""
+    """Return the kernel's line that is innermost on Python's stack."""
     frame = sys._getframe(1)
     while frame is not None:
         if not any(part in frame.f_code.co_filename for part in _NOT_KERNELS):
@@ -82,8 +82,8 @@ class Access:
 
     @property
     def released_as(self) -> int:
-        """The interval of this program that another one must know for the access to happen before it. An atomic is made
-        by a single thread, which releases only what came before the last barrier."""
+        """The interval that another program must know for this access to happen before its own. A single thread makes
+        an atomic, and it releases only the accesses before the last barrier."""
         return self.interval - 1 if self.kind == "atomic" else self.interval
 
     def is_before(self, other: "Access") -> bool:
@@ -101,7 +101,7 @@ class Access:
 
 
 class Reach:
-    """Reads and writes the memory of kernels, by the interpreter's own ``load`` and ``store``."""
+    """Reads and writes the memory of kernels with the interpreter's own ``load`` and ``store``."""
 
     def __init__(self, load: Callable, store: Callable):
         self._load, self._store = load, store
@@ -157,11 +157,11 @@ class Changes:
         self._made[mark:] = reversed(kept)
 
     def now(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the changed addresses and their present values."""
+        """Return the changed addresses and their current values."""
         return [(change.addresses, self._reach.peek(change.addresses, change.before.itemsize)) for change in self._made]
 
     def first_of_atomics(self) -> dict[int, tuple[int, int]]:
-        """Return the value before the first atomic, and an element's size in bytes, by the atomics' address."""
+        """Map each address of an atomic to the value before the first one, and the element's size in bytes."""
         found: dict[int, tuple[int, int]] = {}
         for change in self._made:
             if change.atomic:

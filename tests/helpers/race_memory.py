@@ -1,4 +1,4 @@
-"""The memory that a kernel may access, and the bytes of it that were written."""
+"""Tracks the memory that a kernel may access, and which of its bytes were written."""
 
 import bisect
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ class Allocation:
 
 
 class Memory:
-    """Allocations by address. A new one replaces those that it overlaps: they were freed."""
+    """Allocations by address. A new allocation replaces those that it overlaps, since they must have been freed."""
 
     def __init__(self):
         self._starts: list[int] = []
         self._allocations: list[Allocation] = []
 
     def allocate(self, address: int, size: int, name: str, written: bool) -> None:
-        """Add an allocation. ``written``: True if all of its bytes count as written, False if none."""
+        """Add an allocation. With ``written``, all of its bytes count as written, otherwise none."""
         if not size:
             return
         self.free(address, size)

@@ -69,7 +69,8 @@ class Writes:
         self.cells, self.numbers = self.cells[order], self.numbers[order]
 
     def meeting_each_other(self) -> set[tuple[int, int]]:
-        """Return the pairs of accesses that write a common place; a store whose lanes do so is paired with itself."""
+        """Return the pairs of accesses that write to a common place. A store whose lanes do so is paired with
+        itself."""
         pairs: set[tuple[int, int]] = set()
         for apart in range(1, min(MOST_WRITERS, len(self.cells) - 1) + 1):
             same = self.cells[apart:] == self.cells[:-apart]
@@ -80,7 +81,7 @@ class Writes:
         return pairs
 
     def meeting(self, load: Access) -> set[int]:
-        """Return the accesses that write a place that ``load`` reads."""
+        """Return the accesses that write to a place that ``load`` reads."""
         if not self.cells.size:
             return set()
         cells = load.cells(self.width)
@@ -93,8 +94,8 @@ class Writes:
 
 
 def meetings(accesses: Sequence[Access]) -> Iterator[Meeting]:
-    """Yield the pairs of ``accesses`` that touch the same bytes without an order between them; the numbers are
-    indices."""
+    """Yield the pairs of ``accesses`` that touch the same bytes without an order between them, as indices into
+    ``accesses``."""
     writes = Writes(accesses)
     pairs = writes.meeting_each_other()
     for load in accesses:

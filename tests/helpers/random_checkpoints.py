@@ -1,4 +1,4 @@
-"""Random tiny checkpoints of every target family, in the formats of the real ones."""
+"""Writes tiny random checkpoints of every target family, in the formats of published ones."""
 
 import json
 import math
@@ -98,8 +98,8 @@ MAVERICK = LLAMA4 | {
 
 
 def gemma4_sharing_keys(size: dict, fields: dict) -> Gemma4ForCausalLM:
-    """Return a Gemma 4 whose last third of layers (two of four) share keys. With six layers, the third and the fourth
-    store keys for them, and each follows another layer of its kind."""
+    """Return a Gemma 4 in which the last third of the layers (of four, two) share keys of earlier layers. With six
+    layers, the third and the fourth store these keys, and each follows another layer of its kind."""
     count = size["num_hidden_layers"]
     kinds = ["sliding_attention", "full_attention"] * (count // 2)
     config = Gemma4TextConfig(**size, **fields, layer_types=kinds, num_kv_shared_layers=math.ceil(count / 3))
@@ -257,7 +257,7 @@ def save_random_dflash(
 
 
 def save_random_xpress(folder: Path, config, aux_layers=(1, 3, 4), rank: int = 16, **keys) -> Path:
-    """Write a speculators folder with a random xPress: a DFlash as above, and a refiner."""
+    """Write a speculators folder with a random xPress head: that of ``save_random_dflash`` with a refiner."""
     named = {"architectures": ["XPressDraftModel"], "speculators_model_type": "xpress", "xpress_rank": rank}
     save_random_dflash(folder, config, aux_layers, **named | keys)
     described, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -272,7 +272,7 @@ def save_random_xpress(folder: Path, config, aux_layers=(1, 3, 4), rank: int = 1
 
 
 def save_random_domino(folder: Path, config, aux_layers=(1, 3, 4), gru: int = 32, rank: int = 16, **keys) -> Path:
-    """Write a speculators folder with a random Domino: a DFlash as above, and a GRU."""
+    """Write a speculators folder with a random Domino head: that of ``save_random_dflash`` with a GRU."""
     named = {"projector_type": "domino", "gru_hidden_dim": gru, "emb_dim": rank}
     save_random_dflash(folder, config, aux_layers, **named | keys)
     described, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -295,7 +295,7 @@ ASSISTANTS = {
 
 def random_assistant(config, ordered: bool = False, **changes):
     """Return transformers' own assistant with random weights, for a target with transformers' text configuration
-    ``config``. ``changes`` are changes of its text configuration."""
+    ``config``. ``changes`` are fields of its text configuration."""
     layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
     overrides = config.per_layer_config[config.layer_types.index("full_attention")]
     sizes = {"num_hidden_layers": 3, "layer_types": layer_types, "hidden_size": 48, "intermediate_size": 96}

@@ -1,18 +1,18 @@
-"""Speculators that answer at random but the same way each time, and requests to them."""
+"""Makes random but deterministic targets, drafts, and requests to them."""
 
 from scripted import VOCABULARY, scripted_metadata
 
 from eagle3.runner.rounds.loop import complete, generate
 
-FEW = 3  # token ids: texts that part soon agree again
+FEW = 3  # token ids, so few that different texts soon agree again
 
 
 class Failure(Exception):
-    """A method's failure."""
+    """Raised by a method that fails."""
 
 
 class InTurn:
-    """Chain lengths in turn."""
+    """A chain that takes the given lengths in turn."""
 
     speculates = True
 
@@ -31,7 +31,8 @@ class InTurn:
 
 
 def random_metadata(random):
-    """Windows hardly longer than a verify window and a P-EAGLE's mask rows, or none."""
+    """Return random metadata, with no windows or windows hardly longer than a verify window and a P-EAGLE's mask
+    rows."""
     chain_len = random.randint(1, 5)
     proposals = random.choice([1, chain_len])
     window, draft_window = (random.choice([0, chain_len + random.randint(1, 6)]) for _ in range(2))
@@ -63,7 +64,7 @@ def random_speculator(random):
 
 
 def random_request(random, metadata, said):
-    """A prompt that begins as something said before, and the options of ``generate``."""
+    """Return a random prompt that begins like an earlier text in ``said``, and random options for ``generate``."""
     earlier = random.choice(said)
     kept = earlier[: random.choice([len(earlier), random.randint(0, len(earlier))])]
     more = [random.randrange(FEW) for _ in range(random.randint(not kept, random.choice([3, 30])))]
@@ -77,7 +78,8 @@ def random_request(random, metadata, said):
 
 
 def generate_some(session, prompt, rounds, **options):
-    """The tokens until the end, ``rounds`` or a failure, and whether it was the end."""
+    """Return the tokens until the text ends, ``rounds`` rounds are done or a method fails, and True if the text
+    ended."""
     steps, tokens = generate(session, prompt, **options), []
     try:
         for number, fresh in enumerate(steps):

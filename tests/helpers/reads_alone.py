@@ -1,4 +1,4 @@
-"""Prints the launches of a method that attends to caches which another one writes, as an assistant's draft does."""
+"""Prints the launches of a method that only reads a cache, as the draft of an assistant does."""
 
 import json
 import sys

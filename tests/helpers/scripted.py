@@ -1,7 +1,8 @@
 """A scripted session: the target's greedy tokens are a function of the prefix, and so are the draft's proposals.
 
-Its caches hold what real caches hold, and refuse incorrect accesses: gaps, reads of entries that were never written,
-were overwritten or belong to another prefix, and features that do not belong to their slot.
+Its caches have an entry wherever real caches have keys and values, and refuse incorrect accesses: gaps, reads of
+entries that were never written, were overwritten or belong to another prefix, and features that do not belong to their
+slot.
 """
 
 from collections import Counter
@@ -52,8 +53,8 @@ def scripted_metadata(
 
 
 class Entry(NamedTuple):
-    """The keys and values at a position, which depend on all tokens (``prefix``) up to its own. ``guessed``: they
-    depend on a feature that is not the target's."""
+    """The keys and values at a position, which depend on all tokens (``prefix``) up to its own. ``guessed`` is True if
+    they depend on a feature that is not the target's."""
 
     position: int
     prefix: tuple[int, ...]
@@ -91,11 +92,10 @@ class ScriptedCache:
 
 
 class ScriptedSession:
-    """A session of two functions of a tuple of ids:
-
-    ``greedy(prefix) -> token`` is the target and ``proposal(prefix) -> token`` the draft. The feature of position p is
-    [p, its number], so that a draft slot checks that it got its own. The call at which ``calls_left`` reaches 0 raises
-    ``failure`` after ``rows_written`` of its rows.
+    """A session made of two functions of a tuple of ids: ``greedy(prefix) -> token`` is the target and
+    ``proposal(prefix) -> token`` the draft. The feature of position p is [p, a number of its own], so that a draft slot
+    can check that it got the right one. The call at which ``calls_left`` reaches 0 raises ``failure`` after
+    ``rows_written`` of its rows.
     """
 
     def __init__(self, metadata: Metadata, greedy: Callable, proposal: Callable):

@@ -9,7 +9,7 @@ def random_logits(seed: int, *shape: int, scale: float = 3.0) -> torch.Tensor:
 
 
 class LogitsSession(ScriptedSession):
-    """A scripted session whose target and draft return logits, rows of tables that the prefix chooses."""
+    """A scripted session whose target and draft return logits. The prefix selects rows of two tables."""
 
     def __init__(self, metadata, target_logits: torch.Tensor, draft_logits: torch.Tensor, draft_ids: torch.Tensor):
         self._rows, self._draft_rows, self._draft_ids = target_logits, draft_logits, draft_ids

@@ -30,7 +30,7 @@ class Served:
         self._server = server
 
     def stop(self) -> None:
-        """Stop as at SIGTERM."""
+        """Stop the server as SIGTERM would."""
         self._server.should_exit = True
 
     def post(self, path: str, given: dict, **more) -> httpx.Response:
@@ -51,7 +51,7 @@ def dialogue_in(template: str, session, folder) -> Dialogue:
 
 
 def read(dialogue: Dialogue, turn, texts: list[str]) -> Answer:
-    """Return the answer of a job whose rounds gave these texts."""
+    """Return the answer of a job whose rounds returned these texts."""
 
     async def whole() -> Answer:
         job = Job(turn.prompt, {}, asyncio.get_running_loop(), Times(0.0))

@@ -1,4 +1,4 @@
-"""Simulates a machine and a text: the cost of a round, and how many of its proposals are accepted.
+"""Simulates a machine and a text: the seconds of a round, and the number of accepted proposals.
 
 A speed is the expected tokens of the rounds divided by their undisturbed seconds, so luck, noise and stalls matter only
 if they change the chosen lengths.
@@ -14,8 +14,8 @@ from eagle3.runner.chain.chain import FixedChain
 
 @dataclass(frozen=True)
 class Text:
-    """A text with acceptance ``rates`` in turn, each for ``phase`` tokens. A rate is the same at every position of a
-    chain."""
+    """A text with acceptance ``rates``, which apply in turn for ``phase`` tokens each. A rate is the same at every
+    position of a chain."""
 
     rates: tuple[float, ...]
     phase: int = 1

@@ -1,5 +1,5 @@
-"""Kernels of a few lines, compiled without a GPU, to test the stand-in for the driver; a GPU's behaviour is obvious for
-each."""
+"""Kernels of a few lines, compiled without a GPU, to test the stand-in for the driver. It is obvious how a GPU runs
+each of them."""
 
 import ctypes
 import hashlib
@@ -94,7 +94,7 @@ SCALARS = {"i32": ctypes.c_int32}
 
 
 def compiled(name: str, arch: int = 90) -> bytes:
-    """Return the machine code of a kernel, a cubin whose pointers are compiled for multiples of 16."""
+    """Return the machine code of a kernel, a cubin compiled for pointers that are multiples of 16."""
     function, signature, constants = SIGNATURES[name]
     kinds = signature | dict.fromkeys(constants, "constexpr")
     aligned = {(at,): [["tt.divisibility", 16]] for at, kind in enumerate(signature.values()) if kind[0] == "*"}

@@ -67,7 +67,7 @@ def int4_product(activation: str = "", count: int | None = 2, outputs: int = 130
 
 
 def int4_records_product(activation: str = "", rows: int = 3) -> None:
-    """Launch three programs for two tiles of three blocks: the tiles are shared, and a program has parts of both."""
+    """Launch three programs for two tiles of three blocks, so that programs share tiles and one has parts of both."""
     given = _rows(rows, 768), record_layout.records(*int4_weight(128, 768)), sums.counters(), activation, max(8, rows)
     with sums.made_for(1, False):
         int4_records._launch_records(int4_records.int4_records_small_m_kernel, *given)
@@ -103,8 +103,8 @@ def k_quant_large() -> None:
 
 
 def attend(rows: int, last: int, slots: int, window: int = 0) -> None:
-    """Launch attention with 2 heads of keys and 4 of queries, divided into parts for up to 16 rows. With a ``window``
-    the cache is a ring, and the last program to arrive adds the parts; otherwise another launch does."""
+    """Launch attention with 2 key heads and 4 query heads, divided into parts for up to 16 rows. With a ``window`` the
+    cache is a ring, and the last program to arrive adds the parts; otherwise another launch adds them."""
     query, keys, values = _rows(rows, 64).view(1, rows, 4, 16), *torch.randn(2, 1, 2, slots, 16).bfloat16()
     at = torch.arange(last + 1 - rows, last + 1)
     first = (at - window + 1).clamp(min=0) if window else torch.zeros_like(at)
@@ -114,8 +114,8 @@ def attend(rows: int, last: int, slots: int, window: int = 0) -> None:
 
 
 def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False) -> None:
-    """Launch attention of a matmul's rows from position ``first``, 8 in a tile. With a ``window`` the cache is a ring.
-    With ``int8`` it holds INT8 codes."""
+    """Launch attention whose queries, keys and values are rows of a matmul, from position ``first`` on, with 8 rows in
+    a tile. With a ``window`` the cache is a ring. With ``int8`` it holds INT8 codes."""
     product, keys, values, begins, last, scale, longest, *made = made_product(rows, first, 2, 2, 16, window, True)
     query = torch.empty(1, rows, made[5], 16).bfloat16()
     given = query, keys, values, begins, last, sums.counters(), scale, longest, 8, 0.0, None
@@ -128,7 +128,7 @@ def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False
 
 
 def experts_of(rows: int) -> None:
-    """Launch 4 experts of which each row chooses 2, with outputs and K that fill no tile."""
+    """Launch 4 experts, of which each row chooses 2, with sizes of outputs and K that are not multiples of a tile."""
     x, weights, (chosen, factors) = _rows(rows, 96), weights_of(4, 96, 32), choices(rows, 4, 2)
     kernel = int4_experts.int4_experts_small_m_kernel
     inner = int4_experts._launch_experts(kernel, x, *weights[:2], chosen, factors, sums.SILU)

@@ -1,4 +1,4 @@
-"""Weights and activations for kernels of few rows."""
+"""Makes weights and activations for kernels of few rows."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from eagle3.export.lowering.cuda.kernels import int4 as kernel4
 
 
 def int4_weight(n: int, k: int, group: int = 32) -> tuple[Tensor, ...]:
-    """qdata, scale, scale_step, zero, zero_step; zero points of 0 to 15."""
+    """Return random qdata, scale, scale_step, zero and zero_step, with zero points from 0 to 15."""
 
     def codes(*shape: int) -> Tensor:
         return torch.randint(0, 256, shape, dtype=torch.uint8)
@@ -19,7 +19,7 @@ def int4_weight(n: int, k: int, group: int = 32) -> tuple[Tensor, ...]:
 
 
 def int8_weight(n: int, k: int, group: int) -> tuple[Tensor, ...]:
-    """qdata, scale, zero; zero points of both signs."""
+    """Return random qdata, scale and zero, with zero points of both signs."""
     q, zero = (torch.randint(-128, 128, (n, size), dtype=torch.int8) for size in (k, k // group))
     return q, torch.rand(n, k // group).bfloat16() / 100, zero
 

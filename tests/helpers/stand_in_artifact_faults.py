@@ -130,7 +130,7 @@ def inputs_of_a_graph_freed(sessions: Sessions) -> None:
 
 @fault
 def ids_read_before_they_are_there(sessions: Sessions) -> None:
-    written_late = []  # the copies may not write into memory that Python has freed by then
+    written_late = []  # the copies must not write into memory that Python has freed
 
     def early(self: torch.Tensor) -> torch.Tensor:
         if not self.is_cuda:

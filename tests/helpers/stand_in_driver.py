@@ -1,7 +1,7 @@
 """Builds, loads and calls the stand-in for CUDA's driver and runtime (``stand_in/driver.cpp``) from Python.
 
-It needs neither PyTorch nor Triton. It is loaded into the whole process under the name of the driver's own library,
-before any code that looks for that library.
+It needs neither PyTorch nor Triton. It is loaded into the process under the name of the driver's own library, before
+any code looks for that library.
 """
 
 import ctypes
@@ -24,7 +24,8 @@ FOUND = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64, ctype
 
 
 class Device(NamedTuple):
-    """A device: ``arch`` (90 is sm_90), the bytes of shared memory that a block may have, and the bytes of memory."""
+    """The properties of a device: ``arch`` (90 is sm_90), the bytes of shared memory that a block may have, and the
+    bytes of memory."""
 
     arch: int
     most_shared: int
@@ -119,7 +120,7 @@ class StandIn:
             raise CudaError(name, code, text)
 
     def fail(self, name: str = "", at: int = 1, code: int = 2) -> None:
-        """Let a call of ``name`` fail: the ``at``-th from now, or every call if ``at`` is 0."""
+        """Make a call of ``name`` fail: the ``at``-th from now, or every call if ``at`` is 0."""
         self.library.stand_in_fail(name.encode(), ctypes.c_int64(at), code)
 
     def calls(self, name: str) -> int:
@@ -130,7 +131,7 @@ class StandIn:
         self.library.stand_in_recover()
 
     def say(self, text: str) -> None:
-        """Let the current launch fail, with ``text`` as the reason."""
+        """Make the current launch fail, with ``text`` as the reason."""
         self.library.stand_in_say(text.encode())
 
     def journal(self) -> list[str]:
@@ -144,7 +145,7 @@ class StandIn:
     # --- addresses
 
     def place(self, address: int) -> str:
-        """Describe an address: the byte and its allocation."""
+        """Return a description of an address: its allocation and the byte within it."""
         return self.library.stand_in_place(address).decode()
 
     def allocation(self, address: int) -> tuple[int, int, bool] | None:
@@ -161,5 +162,5 @@ class StandIn:
         self.library.stand_in_label(address, name.encode())
 
     def shown(self, address: int, size: int) -> ctypes.Array:
-        """Return the memory at a device address, which tests read and corrupt; code under test never gets it."""
+        """Return the memory at a device address, for tests to read and corrupt. Code under test has no access to it."""
         return (ctypes.c_char * size).from_address(self.library.stand_in_shown(address))

@@ -1,4 +1,5 @@
-"""Makes faults of a few lines each, and prints the stand-in's error for each. A GPU would report less, or nothing.
+"""Runs code with a fault, a few lines each, and prints the stand-in's error for each. A GPU would report less, or
+nothing.
 
 python tests/helpers/stand_in_faults.py            JSON: maps each fault to the error raised, "" for none
 python tests/helpers/stand_in_faults.py NAME       runs a fault that ends the process
@@ -57,7 +58,7 @@ def current() -> ctypes.c_void_p:
     return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
 
-# --- none: what is right is let through
+# --- no fault: correct code raises no error
 
 
 @fault
@@ -117,7 +118,7 @@ def early_behind_another(name: str, **more: object) -> torch.Tensor:
 @fault
 def right_early() -> None:
     assert early_behind_another("early").tolist() == [2 * (each + 1) for each in range(64)]
-    plain = early_behind_another("early_with_its_input", attributes={6: 0})  # behind all that is before it
+    plain = early_behind_another("early_with_its_input", attributes={6: 0})  # after everything before it
     assert plain.tolist() == [2 * (each + 1) for each in range(64)]
 
 
@@ -362,7 +363,7 @@ def one_argument_too_few() -> None:
     values = ctypes.c_uint64(given.data_ptr()), ctypes.c_uint64(given.data_ptr())
     places = (ctypes.c_void_p * 2).from_address(edge - 16)
     places[0], places[1] = (ctypes.addressof(each) for each in values)
-    libc.mprotect(ctypes.c_void_p(edge), ctypes.c_size_t(page), 0)  # what follows the list cannot be read
+    libc.mprotect(ctypes.c_void_p(edge), ctypes.c_size_t(page), 0)  # bytes after the list cannot be read
     try:
         DEVICE.cuLaunchKernel(here, 1, 1, 1, 32, 1, 1, 0, None, places, None)
     finally:
@@ -452,7 +453,7 @@ def capture_of_a_stream_that_is_not_joined() -> None:
         launch("add_one", given.data_ptr(), given.data_ptr(), 1, stream=stream, function=function)
 
 
-# --- what ends the process
+# --- faults that end the process
 
 
 def host_touches_device_memory() -> None:

@@ -34,7 +34,8 @@ class Request:
 
 @dataclass
 class StandInHub:
-    """``repositories`` maps a name to revisions and their folders; the first revision is ``main``."""
+    """The contents of the stand-in and the requests that it received. ``repositories`` maps a name to revisions and
+    their folders; the first revision is ``main``."""
 
     repositories: dict[str, dict[str, Path]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
@@ -49,7 +50,7 @@ class StandInHub:
     endpoint: str = ""
 
     def add(self, name: str, folder: Path, revision: str = "main") -> str:
-        """Serve a folder; returns the commit."""
+        """Serve a folder as a revision, and return its commit."""
         self.repositories.setdefault(name, {})[revision] = folder
         return commit_of(folder)
 
@@ -58,7 +59,7 @@ class StandInHub:
         return sum(request.bytes for request in self.requests)
 
     def asked(self, file: str) -> list[Request]:
-        """Requests for the contents of a file."""
+        """Return the requests for the contents of a file."""
         return [request for request in self.requests if request.method == "GET" and request.path.endswith(file)]
 
 
@@ -72,7 +73,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def oid_of(file: Path) -> str:
-    """Return the sha256 of a file that the hub keeps in LFS, or git's sha1 of another file."""
+    """Return the sha256 of a file that the hub would keep in LFS, or git's sha1 of any other file."""
     size = file.stat().st_size
     if size > HASHED:
         return hashlib.sha256(f"{file.name} {size}".encode()).hexdigest()
@@ -118,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
     def _found(self, repository: str, revision: str) -> Path | None:
         """Return the folder, or None after sending an error."""
         if repository not in self.hub.repositories:
-            self._error(401, "RepoNotFound", "Invalid username or password.")  # it may be a private one
+            self._error(401, "RepoNotFound", "Invalid username or password.")  # it may be a private repository
             return None
         folder = self._folder(repository, revision)
         if folder is None:
@@ -171,7 +172,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         size = self.hub.told_sizes.get(name, file.stat().st_size)
         headers |= {"X-Linked-Etag": f'"{oid_of(file)}"', "X-Linked-Size": str(size)}
-        store = self.hub.endpoint.replace("127.0.0.1", "localhost")  # another host, as the hub's is
+        store = self.hub.endpoint.replace("127.0.0.1", "localhost")  # another host, as for the hub's large files
         headers["Location"] = f"{store}/stored/{repository}/{commit_of(folder)}/{name}"
         self._head(302, headers, 0)
 

@@ -65,7 +65,7 @@ class Kernel:
 
     @cached_property
     def function(self) -> InterpretedFunction:
-        """The kernel's function, without Inductor's decorators and imports, which are for its own launches."""
+        """The kernel's function without Inductor's decorators and imports, which only Inductor's own launches need."""
         needed = {"triton_helpers": triton_helpers, "libdevice": LIBDEVICE, "tl_math": tl.math, **vars(hints)}
         given = {"triton": triton, "tl": tl, "triton_heuristics": Undecorated(), "__name__": self.name, **needed}
         drop = ("from torch", "import torch", "triton_helpers.set_driver_to_gpu")
@@ -80,8 +80,8 @@ class Kernel:
         return [name for name, kind in self.signature.items() if kind != "constexpr"]
 
     def values(self, arguments: Any, count: int) -> dict[str, int | float]:
-        """Return the values by name. ``arguments`` has the addresses of all values but the constants; Triton adds
-        pointers of its own."""
+        """Return the values of a launch by name. ``arguments`` has the addresses of all values except constants; Triton
+        adds pointers of its own."""
         names = self.launched_with
         if not len(names) <= count <= len(names) + 2:
             raise Wrong(1, f"{self.name} has {len(names)} arguments, its machine code {count}")
@@ -103,14 +103,15 @@ class Undecorated:
 
 
 def argument(kind: str, value: int | float) -> tl.tensor:
-    """Return a value for the interpreter, in the type of the signature."""
+    """Return a value for the interpreter with the type in the signature."""
     dtype = tl.str_to_ty(kind, None)
     data = np.array([value], dtype=np.uint64 if dtype.is_ptr() else NUMPY[kind])
     return tl.tensor(TensorHandle(data, dtype), dtype)
 
 
 class Launch(NamedTuple):
-    """The current launch. ``arguments`` are the values of all but the constants; those of pointers are addresses."""
+    """The current launch. ``arguments`` has the values of all arguments except constants; the value of a pointer is an
+    address."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
@@ -123,9 +124,8 @@ class Launch(NamedTuple):
 
 
 class Kernels:
-    """The kernels that the stand-in lets Python run.
-
-    ``launches`` counts the launches over each grid so far; ``running`` is the launch that runs now.
+    """The kernels that Python runs for the stand-in. ``launches`` counts the launches over each grid so far;
+    ``running`` is the launch that runs now.
     """
 
     def __init__(self, device: StandIn, files: list[Path]):
@@ -181,7 +181,8 @@ class Kernels:
             self.written.add(home)
 
     def _check(self, launch: Launch) -> None:
-        """Check that pointers are to live device memory, and that values declared divisible by 16 are."""
+        """Check that pointers point to live device memory, and that values declared divisible by 16 are divisible by
+        16."""
         for name, address in launch.pointers.items():
             found = self.device.allocation(address)
             if found is None or not found[2] or not address < found[0] + found[1]:
@@ -199,7 +200,7 @@ class Kernels:
                 raise Wrong(FAILED, f"counters that argument ARRIVED leads to are not zero behind it: {place}")
 
     def named(self, address: int) -> str:
-        """Describe an address by the nearest argument and by its allocation."""
+        """Return a description of an address: the nearest argument, and the allocation."""
         pointers = self.running.pointers if self.running else {}
         if not pointers:
             return self.device.place(address)
@@ -238,8 +239,8 @@ def shown(kernels: Kernels, ptrs: TensorHandle, mask: np.ndarray | None, what: s
 
 @contextmanager
 def on_device(kernels: Kernels) -> Iterator[None]:
-    """Let the interpreter's loads, stores and atomics access device memory only. Other hooks are patched inside this
-    context and see device addresses."""
+    """Make the interpreter's loads, stores and atomics access device memory only. Other hooks are patched within this
+    context and get device addresses."""
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     swap, change = InterpreterBuilder.create_atomic_cas, InterpreterBuilder.create_atomic_rmw
     place = InterpreterBuilder.set_grid_idx
@@ -281,7 +282,7 @@ def on_device(kernels: Kernels) -> Iterator[None]:
 def _max_with_index(value, index, dim):
     """Return the maximum and its index. Inductor's own function loops over the elements."""
     data = value.handle.data
-    first = np.argmax(data, axis=dim, keepdims=True)  # a NaN is the most, as there
+    first = np.argmax(data, axis=dim, keepdims=True)  # a NaN is the maximum, as in Inductor's function
     return tuple(
         _tensor(np.take_along_axis(each.handle.data, first, dim).squeeze(dim), each) for each in (value, index)
     )
@@ -294,8 +295,8 @@ def _tensor(data: np.ndarray, like: tl.tensor) -> tl.tensor:
 
 @contextmanager
 def interpreted(kernels: Kernels) -> Iterator[None]:
-    """Let launches compute within this context, in their order on the stream."""
+    """Make launches compute within this context, in their order on the stream."""
     fast = patch.object(triton_helpers, "max_with_index", _max_with_index)
-    rows_behind = np.errstate(all="ignore")  # in rows behind the last, that are not stored
+    rows_behind = np.errstate(all="ignore")  # in rows after the last, which are not stored
     with mended(), on_device(kernels), fast, rows_behind:
         yield

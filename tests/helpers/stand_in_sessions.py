@@ -1,4 +1,4 @@
-"""Runs sessions of a CUDA artifact on the stand-in, and reports handles that they do not release, and the effects of
+"""Runs sessions of a CUDA artifact on the stand-in, and reports handles that they do not release and the effects of
 failing calls.
 
 Launches are checked and compute nothing, so that a round takes milliseconds.
@@ -56,8 +56,8 @@ class Sessions:
         return session._call(SPECULATE, torch.ones(1, window, dtype=torch.long), session.positions[:window])
 
     def rounds(self, count: int, graphs: bool, kept: list | None = None) -> dict[str, Any]:
-        """Return what ``count`` rounds fail to release beyond what a few rounds did. ``kept`` is a fault that keeps a
-        round's outputs."""
+        """Return the resources that ``count`` rounds fail to release in addition to those of a few rounds. ``kept`` is
+        a fault that keeps a round's outputs."""
         session = self.machine.open(self.artifact, graphs)
         for _ in range(4):
             self.round(session)
@@ -79,7 +79,7 @@ class Sessions:
     # --- One small method, from its load to its end
 
     def draft(self) -> None:
-        """Load, call without a graph, warm up, capture, replay, close."""
+        """Load the method ``draft_decode``, call it without a graph, warm up, capture, replay, and close."""
         method = self.methods[DRAFT_DECODE]
         device = torch.device("cuda", 0)
         placed = torch_host.place_storages(
@@ -108,7 +108,7 @@ class Sessions:
         return next(weight.shape[0] for weight in weights if weight.name.endswith("input_layernorm.weight"))
 
     def failures(self, most: int) -> dict[str, Any]:
-        """Try failures of each call. Returns the number of trials and the faults found, by call."""
+        """Make each call of the driver fail in turn. Returns the number of trials and the faults found, by call."""
         device, found = self.machine.device, {}
         before = {name: device.calls(name) for name in CALLS}
         self.draft()
@@ -122,7 +122,8 @@ class Sessions:
         return found
 
     def failure(self, name: str, place: int) -> str:
-        """Return the fault after the failure of one call: no error was raised, or something was not released."""
+        """Make one call fail, and return the fault: no error was raised, or a handle was not released. Returns "" if
+        there is none."""
         device, said, before = self.machine.device, "", self.machine.left()
         with stderr() as read:
             device.fail(name, place, UNKNOWN)
@@ -139,7 +140,7 @@ class Sessions:
         more = difference(before, left)
         if name.startswith("cudaEvent"):
             more.pop("block", None)  # PyTorch's container keeps the inputs, or outputs, of a run whose event is refused
-        if any(part in name for part in GIVES_BACK):  # what the driver refuses to take back stays
+        if any(part in name for part in GIVES_BACK):  # a handle that the driver refuses to free stays
             more = {} if sum(more.values()) <= 1 + more.get("function", 0) else more
         if "made to fail" not in said and "failed" not in said:
             return f"nothing was said of it ({said[:300]})"
@@ -188,13 +189,13 @@ def main(artifact: Path, most: int) -> None:
     logging.basicConfig(level=logging.WARNING)
     sessions = Sessions(artifact)
     gc.collect()
-    gc.freeze()  # collecting is quick from here on
+    gc.freeze()  # makes later collections quick
     with sessions.machine.running():
         found: dict[str, Any] = {"clean": sessions.machine.left()}
         found["checked"] = sessions.rounds(50, graphs=True)
         found["keeps"] = sessions.rounds(10, graphs=False, kept=[])
         gc.collect()
-        sessions.machine.device.start()  # from here on launches end where the driver has checked them
+        sessions.machine.device.start()  # later launches end after the driver's checks
         found["graphs"] = sessions.rounds(1000, graphs=True)
         found["without"] = sessions.rounds(1000, graphs=False)
         found["loads"] = loads(sessions, 100)

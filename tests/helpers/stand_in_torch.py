@@ -24,7 +24,7 @@ MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
 
 
 class Container:
-    """``AOTIModelContainerRunnerCuda``"""
+    """A stand-in for ``AOTIModelContainerRunnerCuda``."""
 
     library: ctypes.CDLL
 
@@ -115,7 +115,7 @@ class Cuda:
                 return hash(self.cuda_stream)
 
         class Event:
-            """``torch.cuda.Event``"""
+            """A stand-in for ``torch.cuda.Event``."""
 
             def __init__(self, *_, **__):
                 self.handle = ctypes.c_void_p()
@@ -275,7 +275,7 @@ def load(device: StandIn) -> Cuda:
 
 @contextmanager
 def cuda_build(cuda: Cuda) -> Iterator[None]:
-    """Let PyTorch behave like its CUDA build on a machine with a GPU."""
+    """Make PyTorch behave like its CUDA build on a machine with a GPU."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

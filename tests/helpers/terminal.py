@@ -1,4 +1,4 @@
-"""A command on a pseudo-terminal."""
+"""Runs a command on a pseudo-terminal."""
 
 import os
 import pty
@@ -14,7 +14,7 @@ PROMPT = "\r\n> "
 
 
 class Terminal:
-    """A command on a terminal of its own, which knows no escape sequences."""
+    """A command on a separate terminal that has no escape sequences."""
 
     def __init__(self, *args, **environment):
         self.screen, child = pty.openpty()
@@ -35,7 +35,7 @@ class Terminal:
         os.write(self.screen, text.encode())
 
     def until(self, text: str, seconds: float = 60) -> str:
-        """Wait for ``text`` and return what is shown before it; what comes behind is for the next call."""
+        """Wait for ``text`` and return the output before it. Output after it is left for the next call."""
         end = time.monotonic() + seconds
         while text not in self.shown:
             assert time.monotonic() < end, self.shown
@@ -46,7 +46,7 @@ class Terminal:
 
 
 def _control() -> None:
-    """The terminal on stdin sends this process its signals."""
+    """Make the terminal on stdin the controlling terminal, so that it sends this process its signals."""
     import fcntl
     import termios
 

@@ -1,8 +1,8 @@
-"""A chain length that a test tells."""
+"""A chain whose lengths a test gives."""
 
 
 class Told:
-    """Chain lengths in turn; ``rounds``: what was told of each."""
+    """A chain that takes the given lengths in turn, and collects in ``rounds`` the arguments of each ``record``."""
 
     speculates = True
 

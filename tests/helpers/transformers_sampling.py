@@ -1,4 +1,4 @@
-"""The part of a distribution that transformers' logits processors keep."""
+"""Computes the part of a distribution that transformers' logits processors keep."""
 
 import torch
 from transformers import (
@@ -13,11 +13,11 @@ from transformers import (
 from eagle3.runner.sampling.arrays import Device
 from eagle3.runner.sampling.options import Sampling
 
-CPU_TENSORS = Device(torch.device("cpu"))  # as on an accelerator
+CPU_TENSORS = Device(torch.device("cpu"))  # PyTorch's implementation, which accelerators use
 
 
 def by_transformers(logits: torch.Tensor, sampling: Sampling, tokens: list[int]) -> torch.Tensor:
-    """Probabilities [1, R, V] by transformers' own processors, in the order in which its generate puts them."""
+    """Return probabilities [1, R, V] by transformers' processors, in the order that ``generate`` applies them."""
     chain = []
     if sampling.logit_bias:
         chain.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in sampling.logit_bias.items()}))

@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-import triton.experimental.gluon  # noqa: F401  (imported later, it would find the language's own kernels wrapped)
+import triton.experimental.gluon  # noqa: F401  (imported first, before the language's own kernels are wrapped)
 import triton.language as tl
 from race_hooks import fresh_memory
 from triton.language.semantic import TritonSemantic
@@ -123,7 +123,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
         stack.callback(_restore, before)
         stack.enter_context(mended())
         stack.enter_context(fresh_memory())
-        for module in (tl, tl.standard, *modules):  # the language's own reductions are kernels too
+        for module in (tl, tl.standard, *modules):  # the reductions of Triton's language are kernels too
             kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
             wrapped = {name: InterpretedFunction(kernel.fn) for name, kernel in kernels.items()}
             if hasattr(module, "libdevice"):

@@ -1,4 +1,4 @@
-"""A module lowered to XNNPACK."""
+"""Lowers a module to XNNPACK."""
 
 import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (gives torchao's tensors CUDA's products)
 import torch

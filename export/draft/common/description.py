@@ -1,8 +1,8 @@
 """The description of a draft head, independent of the dialect of its checkpoint. The head's module is built from this
 description alone.
 
-``DraftDescription`` has the fields of a head of any kind that the plan, the lowering and the report need. A kind's own
-description adds the fields that only heads of this kind have (``kinds/``).
+``DraftDescription`` has the fields that the plan, the lowering and the report need from a head of any kind. The
+description of a kind (``kinds/``) adds the fields that only its heads have.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from eagle3.export.checkpoints.source import Source, TensorHeader
 
 @dataclass(frozen=True, kw_only=True)
 class DraftDescription:
-    """A draft head. Tensor names are those of its module. ``headers`` say which optional parts exist (biases, norms, an
-    embedding, a vocabulary of its own)."""
+    """The description of a draft head. Tensors have the names that they have in the module. ``headers`` shows which
+    optional parts exist (biases, norms, an embedding, a vocabulary of its own)."""
 
     kind: str
     """A key of ``KINDS``."""
     dialect: str
-    """The system that wrote the files, under its name for ``--draft-dialect`` where the kind has dialects."""
+    """The system that wrote the files. If the kind has dialects, this is the name that ``--draft-dialect`` takes."""
     source: Source
     layer: Any
     """transformers' configuration of the decoder layers: sizes and rotary parameters."""
@@ -35,35 +35,38 @@ class DraftDescription:
     """"input" if id L is the input of the target's layer L (transformers' ``hidden_states[L]``), "output" if its
     output."""
     convention_known: bool = False
-    """True if all code that writes the dialect gives ids this meaning; otherwise the ids themselves may show the other
-    one."""
+    """True if all code that writes the dialect gives ids the meaning of ``aux_convention``; otherwise the ids
+    themselves may show that they have the other meaning."""
     tap_order: tuple[int, ...] = ()
-    """The order in which the head takes its taps, as places among the ascending ones; empty for ascending."""
+    """The order in which the head takes its taps, as indices into the ascending taps; empty if the order is
+    ascending."""
     takes_final_state: bool = False
-    """The feature is the target's final state after its norm."""
+    """True if the feature is the target's final state after its norm."""
     shares_lm_head: bool = False
-    """The head uses the target's lm_head."""
+    """True if the head uses the target's lm_head."""
     d2t_holds_ids: bool = False
-    """``d2t`` holds the target's ids, not offsets."""
+    """True if ``d2t`` holds the target's ids instead of offsets."""
     copies: tuple[str, ...] = ()
-    """Tables of the checkpoint that are left out because they are the target's, bit for bit (``copies.py``)."""
+    """Tables of the checkpoint that are left out because they equal the target's bit for bit (``copies.py``)."""
     windows: tuple[int, ...] = ()
     """Sliding window of each layer's own attention, in tokens; 0 for full attention. Empty for a head without KV
     caches. A cache is a ring of two such windows."""
     block_rows: int = 0
-    """The rows of a block that every forward computes in linears of its own, beside the rows that it is given."""
+    """The number of rows of the block that every forward computes in addition to the given rows, in separate
+    linears."""
     selector: str | None = None
-    """The checkpoint's own name of ``t2d``, which says for each target id if the draft vocabulary contains it."""
+    """The checkpoint's name of the tensor ``t2d``, which says for each target id if the draft vocabulary contains
+    it."""
     chain_len: int = 3
     """Draft tokens per round that the checkpoint suggests."""
     verifier: str | None = None
     """The target that the head was trained for, if the checkpoint names it."""
     verifier_architectures: tuple[str, ...] = ()
     gemma4: bool = False
-    """The layers are Gemma 4's, of full attention."""
+    """True if the layers are Gemma 4's layers of full attention."""
     embedding_scale: float = 1.0
     softcap: float | None = None
-    """A logit x becomes softcap * tanh(x / softcap)."""
+    """The cap of the logits: a logit x becomes softcap * tanh(x / softcap)."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -115,7 +118,7 @@ class DraftDescription:
         return None
 
     def proposals(self, chain_len: int) -> int:  # noqa: ARG002 - the kinds that propose a chain in one forward read it
-        """Return the tokens that one forward of the head proposes, of ``chain_len`` a round."""
+        """Return how many of a round's ``chain_len`` tokens one forward of the head proposes."""
         return 1
 
     def fused_rows(self, chain_len: int) -> int:

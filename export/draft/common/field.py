@@ -1,4 +1,5 @@
-"""Describes what may be read in more than one way of a draft head: a ``Field`` for each, in a table of its kind.
+"""Describes the fields of a draft head that can be read in more than one way: a ``Field`` for each, in a table of the
+head's kind.
 
 ``--read FIELD=VALUE`` overrides one of them; ``eagle3.export.fit`` tries its values and measures which is right.
 """
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadReading:
-    """A way to read a head: its description, and the states of its target that it takes."""
+    """A reading of a head: its description, and the states of the target that it takes."""
 
     draft: DraftDescription
     taps: tuple[int, ...]
@@ -30,24 +31,24 @@ class HeadReading:
 
 @dataclass(frozen=True)
 class Field:
-    """A field that a head's files say, leave open, or mean otherwise than they seem to."""
+    """A field of a head that can be read in more than one way, because its files leave it open or may be misleading."""
 
     name: str
     parse: Callable[[str], Any]
-    """Returns the value of a typed text. Raises ValueError for a text that is none."""
+    """Returns the value that a typed text stands for. Raises ValueError for an invalid text."""
     value: Callable[[HeadReading], Any]
-    """Returns the value of a reading; None where the field means nothing there."""
+    """Returns the field's value in a reading; None if the field does not apply to that head."""
     applied: Callable[[HeadReading, Any], HeadReading]
-    """Returns the reading with another value."""
+    """Returns the reading with another value of the field."""
     others: Callable[[HeadReading], Iterable[Any]]
-    """Returns the values worth trying beside the reading's own; none where the field means nothing there."""
+    """Returns the values worth trying besides the reading's; none if the field does not apply to that head."""
     keys: tuple[str, ...] = ()
-    """Keys of ``config.json`` that say the field. Without any of them there the file leaves it open."""
+    """Keys of ``config.json`` that determine the field. If all are absent, the file leaves the field open."""
     flag: str | None = None
-    """The flag of ``eagle3-export`` that overrides the field, where it has one of its own."""
+    """The flag of ``eagle3-export`` that overrides the field; None if only ``--read`` does."""
 
     def typed(self, value: Any) -> str:  # noqa: ANN401 - of the field's type
-        """Return what to type for a value."""
+        """Return the flag and the text that set this value."""
         text = text_of(value)
         return f"{self.flag} {text}" if self.flag else f"--read {self.name}={text}"
 
@@ -62,7 +63,7 @@ def text_of(value: Any) -> str:  # noqa: ANN401 - of a field's type
 
 
 def said_in(config: Mapping[str, Any]) -> set[str]:
-    """Return the keys of a head's ``config.json`` that have a value, at the top or in a part of it."""
+    """Return the keys of a head's ``config.json`` that have a value, at its top level or in nested objects."""
     found = {key for key, value in config.items() if value is not None}
     for value in config.values():
         if isinstance(value, Mapping):
@@ -91,7 +92,7 @@ def parse_float(text: str) -> float:
 
 
 def one_of(*values: str) -> Callable[[str], str]:
-    """Return a function that takes one of some words."""
+    """Return a function that returns a text unchanged if it is one of ``values``, and raises ValueError otherwise."""
 
     def parse(text: str) -> str:
         if text not in values:

@@ -9,9 +9,9 @@ from typing import Any
 from eagle3.export.draft.common.field import Field, HeadReading, one_of, parse_float, parse_ids
 
 THETAS = (10_000.0, 500_000.0, 1_000_000.0)
-"""RoPE bases that trainers' configurations have by default: Llama's and Qwen 2's, Llama 3's, Qwen 3's."""
+"""Common RoPE bases in trainers' default configurations: that of Llama and Qwen 2, of Llama 3, and of Qwen 3."""
 MOST_ORDERED = 3
-"""The most taps whose orders are all tried."""
+"""The largest number of taps for which every order is tried."""
 
 
 def _layers(reading: HeadReading) -> int:
@@ -19,12 +19,12 @@ def _layers(reading: HeadReading) -> int:
 
 
 def valid_taps(taps: tuple[int, ...], layers: int) -> bool:
-    """Return whether taps ascend and are states of a target with so many layers."""
+    """Return True if taps ascend and exist in a target with this number of layers."""
     return bool(taps) and list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= layers
 
 
 def _moved(reading: HeadReading) -> Iterable[tuple[int, ...]]:
-    """Return the taps with one or all of them moved by a layer, and the two defaults of trainers."""
+    """Return variants of the taps: one tap or all taps moved by a layer, and the two defaults of trainers."""
     taps, layers = reading.taps, _layers(reading)
     moved = [
         tuple(tap + by * (place == at) for at, tap in enumerate(taps)) for place in range(len(taps)) for by in (-1, 1)
@@ -91,7 +91,7 @@ def _state(reading: HeadReading) -> str | None:
 
 
 def _with_state(reading: HeadReading, state: str) -> HeadReading:
-    """Return the reading by which the head takes the target's final state, or its last layer's output."""
+    """Return the reading in which the head takes the target's final state, or the output of its last layer."""
     normed = state == "normed"
     taps, layers = () if normed else (_layers(reading),), None if normed else (_layers(reading),)
     return replace(reading.with_draft(takes_final_state=normed, aux_layers=layers), taps=taps)
@@ -104,7 +104,7 @@ STATE = Field(
     _with_state,
     lambda reading: ["last_layer" if reading.draft.takes_final_state else "normed"],
 )
-"""The target's state after its norm, or before it, of heads that take one state."""
+"""The state that a head without taps takes from the target: the final state after its norm, or before it."""
 
 
 def _rope(reading: HeadReading) -> dict[str, Any] | None:
@@ -142,7 +142,7 @@ def _scaling(reading: HeadReading) -> str | None:
 
 
 def _with_scaling(reading: HeadReading, kind: str) -> HeadReading:
-    """Return the reading with the target's scaling of RoPE, or, for "default", with none."""
+    """Return the reading with the target's RoPE scaling of type ``kind``, or without scaling for "default"."""
     rope = {"rope_type": "default", "rope_theta": _theta(reading)}
     for theirs in _targets_ropes(reading) if kind != "default" else ():
         if theirs.get("rope_type") == kind:
@@ -195,5 +195,5 @@ D2T = Field(
     lambda _reading: [],
     keys=("t2d",),
 )
-"""``t2d`` beside it, or its values, say which: nothing is to be tried."""
+"""The meaning of ``d2t``. The tensor ``t2d`` or the values of ``d2t`` show it, so no other value is tried."""
 OF_TAPS = (AUX_CONVENTION, AUX_LAYERS, TAP_ORDER)

@@ -1,5 +1,5 @@
-"""Gemma 4's layers of full attention in a draft head's configuration, as DeepSeek's DeepSpec keeps them: under the
-target's own keys, which have two sizes of heads and two RoPEs.
+"""Reads the sizes of Gemma 4's layers of full attention from a draft head's configuration. DeepSeek's DeepSpec writes
+them under the target's own keys, which have two sizes of heads and two RoPEs.
 
 Source: deepseek-ai/DeepSpec, ``deepspec/modeling/eagle3/gemma4`` and ``deepspec/modeling/dspark/gemma4``.
 """
@@ -16,13 +16,13 @@ _FULL = "full_attention"
 
 
 def names_gemma4(config: Mapping[str, Any]) -> bool:
-    """Return True for a head of DeepSpec's whose layers are Gemma 4's."""
+    """Return True for a DeepSpec head with Gemma 4's layers."""
     return any(str(name).startswith("Gemma4") for name in config.get("architectures") or [])
 
 
 def full_attention_fields(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the sizes of these layers under the keys that other layers have them under. Raises ValueError for experts
-    and inputs by layer, which DeepSpec's code does not compute."""
+    """Return the sizes of these layers under the keys that other families use. Raises ValueError for experts and
+    per-layer inputs, which DeepSpec's code does not compute."""
     from eagle3.export.checkpoints.json_fields import (  # here, because its package imports torch
         boolean,
         count,
@@ -32,7 +32,9 @@ def full_attention_fields(config: Mapping[str, Any], file: Path) -> dict[str, An
     experts = boolean(config, "enable_moe_block", False, file)
     by_layer = count(config, "hidden_size_per_layer_input", 0, file, least=0)
     if experts or by_layer:
-        raise ValueError(f"{file}: layers with experts or with inputs of their own, which DeepSpec's code has not")
+        raise ValueError(
+            f"{file}: layers with experts or with per-layer inputs, which DeepSpec's code does not compute"
+        )
     heads = "num_global_key_value_heads" if boolean(config, "attention_k_eq_v", False, file) else "num_key_value_heads"
     rope = nested(nested(config, "rope_parameters", file), _FULL, file)
     own = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": config.get(heads), "rope_parameters": rope}
@@ -41,7 +43,7 @@ def full_attention_fields(config: Mapping[str, Any], file: Path) -> dict[str, An
 
 
 def with_sizes_of(cut: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a configuration whose layers of full attention have the sizes and the RoPE of ``cut``, under
-    the keys of other layers."""
+    """Return the keys with which layers of full attention get the sizes and the RoPE of ``cut``, a configuration with
+    the usual keys."""
     heads = {"global_head_dim": cut["head_dim"], "num_global_key_value_heads": cut["num_key_value_heads"]}
     return heads | {"rope_parameters": {_FULL: cut["rope_parameters"]}}

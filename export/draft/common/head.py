@@ -10,18 +10,18 @@ from eagle3.targets.attention import AttentionFactory
 
 
 class Head(nn.Module):
-    """A draft head, made from its description on the meta device, then loaded and attached. Draft slot p pairs the
-    target's feature at p with token p + 1."""
+    """A draft head. It is made from its description on the meta device, then its weights are loaded, then ``attach``
+    adds the remaining parts. Draft slot p pairs the target's feature at p with token p + 1."""
 
     proposals: int = 1
-    """The tokens that one forward proposes."""
+    """The number of tokens that one forward proposes."""
     tap_order: tuple[int, ...] = ()
-    """See ``DraftDescription``."""
+    """The order of the taps, as in ``DraftDescription``."""
     takes_final_state: bool = True
-    """The feature is the target's final state after its norm, and no tap."""
+    """True if the feature is the target's final state after its norm, and no tap."""
     has_cache: bool = False
-    """False if the head keeps no keys and values. Then a call has one row, or picks one by ``accepted``, and all steps
-    of a round are at the first step's slot."""
+    """False if the head keeps no keys and values. Then a call has one row, or ``accepted`` selects one of its rows, and
+    all steps of a round use the slot of the first step."""
 
     def attach(
         self,
@@ -30,29 +30,29 @@ class Head(nn.Module):
         dtype: torch.dtype,
         target: TapTarget,
     ) -> Self:
-        """Add the parts that no checkpoint holds: KV caches, tables, modules of the target."""
+        """Add the parts that no checkpoint holds: KV caches, rotary tables, and modules of the target."""
         raise NotImplementedError
 
     def in_order(self, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the taps in the order in which the head takes them. They come ascending."""
+        """Return the taps, given in ascending order, in the order in which the head takes them."""
         return tuple(taps[place] for place in self.tap_order) if self.tap_order else taps
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """Return the feature [1, T, H] of the target's states, each [1, T, H_target]."""
+        """Fuse the target's states, each [1, T, H_target], into the feature [1, T, H]."""
         (state,) = taps
         return state
 
     def forward(
         self, tokens: Tensor, feature: Tensor, input_pos: Tensor, last: bool = False, accepted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run draft slots ``input_pos``.
+        """Compute the rows at draft slots ``input_pos``.
 
         Args:
             tokens: int64 [1, T], target ids; slot p takes token p + 1
             feature: [1, T, H], from ``fuse`` or a recurrent feature
             input_pos: int64 [T], consecutive
             last: return only the last row's proposals
-            accepted: int64 [1], return this row's as if it were the last; the rows after it are ignored
+            accepted: int64 [1], return this row's proposals as if it were the last; later rows are ignored
 
         Returns:
             draft logits [1, rows, draft_vocab_size], and the recurrent features of the same rows
@@ -60,12 +60,12 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def chains(self, tokens: Tensor, feature: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Propose a chain behind every row of a text at once, for a measurement. The head's attention is made by
-        ``eagle3.export.fit.attention``.
+        """Propose a chain after every row of a text at once, for a measurement. ``eagle3.export.fit.attention`` makes
+        the head's attention for it.
 
         Args:
             tokens, feature: as ``forward`` takes them, for slots 0, 1, 2, ...
-            length: proposals of a chain
+            length: the number of proposals in a chain
             first: the first row whose chain is wanted
 
         Returns:
@@ -82,7 +82,7 @@ class Head(nn.Module):
         return torch.stack(ids, dim=1), logits[0]
 
     def next_inputs(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a chain's next step takes: the tokens proposed and their recurrent features."""
+        """Return the inputs of a chain's next step: the proposed tokens and their recurrent features."""
         return tokens, feature
 
     def target_ids(self, logits: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Head(nn.Module):
 
 
 class CachedHead(Head):
-    """A head with KV caches of its own, and maybe with a reduced vocabulary, ``d2t``."""
+    """A head with KV caches of its own. It may have a reduced vocabulary, which ``d2t`` maps to the target's."""
 
     has_cache = True
     d2t: Tensor | None
@@ -103,7 +103,7 @@ class CachedHead(Head):
     _slots_written = 0  # eager mode only: callers of exported programs check positions themselves
 
     def keep_offsets(self, holds_ids: bool) -> None:
-        """Make ``d2t`` int64 offsets. ``holds_ids``: the file has the target's ids."""
+        """Convert ``d2t`` to int64 offsets. ``holds_ids`` is True if the file has the target's ids."""
         if self.d2t is not None:
             self.d2t = self.d2t.long() - (torch.arange(len(self.d2t)) if holds_ids else 0)
 

@@ -1,4 +1,5 @@
-"""The types that describe a kind of draft head: a record for the table, a protocol for its module."""
+"""The types that describe a kind of draft head: ``Kind``, its entry in the table, and ``KindModule``, the protocol of
+its module."""
 
 import importlib
 import re
@@ -28,26 +29,27 @@ class KindModule(Protocol):
         which have dialects, are read by ``read_eagle``."""
 
     def Head(self, draft: "DraftDescription", max_seq_len: int, proposals: int = 1) -> "Head":  # noqa: N802 - a class
-        """Make the head without its attached parts."""
+        """Make the head's module without weights and without the parts that ``attach`` adds."""
 
     def check_pair(
         self, draft: "DraftDescription", target_config: "PreTrainedConfig", taps: tuple[int, ...], trained_for: str
     ) -> None:
-        """Raise ValueError where the head's tensors cannot belong to a target with transformers' text configuration
-        ``target_config``. ``trained_for`` ends the line: the target that the head names, or nothing."""
+        """Raise ValueError if the head's tensors cannot belong to a target with transformers' text configuration
+        ``target_config``. ``trained_for`` is the end of the message: it names the target that the head was trained for,
+        or is empty."""
 
     def compare(self, draft: "DraftDescription", taps: int, overridden: bool | None = None) -> "Comparison":
-        """Compare a shrunken twin of the head with code that is not its own, over several chunks, steps and
+        """Compare a small copy of the head with an independent computation, over several chunks, steps and
         rollbacks."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The entry of a kind in ``KINDS``. Nothing heavy is imported for it: ``module`` names the rest, a
-    ``KindModule``."""
+    """The entry of a kind in ``KINDS``. It imports nothing heavy: ``module`` is the name of the kind's ``KindModule``,
+    which is imported on use."""
 
     takes: str
-    """The states that it takes of the target, and what it keeps: a line for ``--list-drafts``."""
+    """The target's states that heads of this kind take, and the state that they keep: a line for ``--list-drafts``."""
     module: str
     published: tuple[str, ...] = ()
     """Heads of this kind on the Hugging Face hub."""
@@ -55,7 +57,8 @@ class Kind:
     speculators_type: str = ""
     """The ``speculators_model_type`` of a head that speculators trained."""
     architectures: str = ""
-    """A pattern of the names in ``architectures``. Without it and ``model_types``, tensors tell the kind."""
+    """A pattern of the names in ``architectures``. A kind with neither this nor ``model_types`` is recognized by its
+    tensors."""
 
     def recognizes(self, config: Mapping[str, Any]) -> bool:
         if config.get("speculators_model_type") is not None:

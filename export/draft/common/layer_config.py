@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Prefixes of model types with Llama's layers. Biases and norms of queries and keys are read from the tensors."""
+"""Prefixes of model types with Llama's layers. Whether queries and keys have biases and norms follows from the
+tensors."""
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "vocab_size", "num_hidden_layers"),
 )
 _OF_A_CLASS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
-"""Sizes whose defaults differ from class to class."""
+"""Sizes whose default values differ between transformers' classes."""
 _SCALES = ("scale_emb", "scale_depth", "embedding_multiplier", "residual_multiplier", "attention_multiplier")
-"""Factors of layers that are not Llama's."""
+"""Factors that only layers of other families have."""
 _READ: tuple[str, ...] = (
     *_SIZES,
     "hidden_act",
@@ -39,8 +40,8 @@ _READ += ("partial_rotary_factor", "sliding_window", "use_sliding_window", "max_
 def layer_config(
     file: Path, fields: Mapping[str, Any], headers: Mapping[str, TensorHeader], any_type: bool = False
 ) -> "LlamaConfig":
-    """Return transformers' configuration of the decoder layers. With ``any_type``, ``model_type`` may be another than
-    ``FAMILIES``: the layers are Llama's all the same.
+    """Return transformers' configuration of the decoder layers. With ``any_type``, a ``model_type`` outside
+    ``FAMILIES`` is allowed, and the layers are still read as Llama's.
 
     The attention heads' size comes from ``headers`` (by ``DraftHead``'s names), because SafeAILab ignores ``head_dim``
     and uses hidden_size / heads. Raises ValueError, which names the key, if transformers cannot build such a layer.
@@ -60,7 +61,7 @@ def layer_config(
         if fields.get(key) not in (None, 1):
             raise ValueError(
                 f"{file}: {key} is {json.dumps(fields[key])} and model_type {model_type}, but the layer is read as "
-                f"Llama's, which scales nothing: take {key} out if the head was trained without it"
+                f"Llama's, which has no such factor: take {key} out if the head was trained without it"
             )
     for key in _SIZES:
         count(fields, key, None, file)
@@ -95,7 +96,7 @@ def layer_config(
     except Exception as error:  # transformers validates field by field, with errors of its own kinds
         cause = error.__cause__ if isinstance(error.__cause__, TypeError | ValueError) else error
         reason = " ".join(str(cause).partition(" Errors: ")[0].split())
-        raise ValueError(f"{file}: transformers makes no decoder layer of this ({reason}): correct it") from error
+        raise ValueError(f"{file}: transformers cannot build a decoder layer from it ({reason}): correct it") from error
     config.layer_types = getattr(read, "layer_types", None)
     config.sliding_window = getattr(read, "sliding_window", None)
     check_rope(config, str(file))
@@ -103,7 +104,7 @@ def layer_config(
 
 
 def _text_alone(rope: dict[str, Any] | None) -> None:
-    """Remove the sections of a multimodal RoPE, which all have the same positions in a text."""
+    """Remove the sections of a multimodal RoPE, since in a text all sections have the same positions."""
     if rope and "mrope_section" in rope:
         for key in ("mrope_section", "mrope_interleaved", "type", "rope_type"):
             kind = rope.pop(key, None)
@@ -126,7 +127,7 @@ def windows(file: Path, config: "LlamaConfig", layers: int) -> tuple[int, ...]:
     """
     kinds, window = config.layer_types or ["full_attention"] * layers, config.sliding_window
     if len(kinds) < layers:
-        raise ValueError(f"{file}: layer_types names {len(kinds)} layers of {layers}: correct it")
+        raise ValueError(f"{file}: layer_types has {len(kinds)} entries for {layers} layers: correct it")
     for index, kind in enumerate(kinds[:layers]):
         whole = isinstance(window, int) and not isinstance(window, bool) and window >= 1
         if kind != "full_attention" and not (kind == "sliding_attention" and whole):

@@ -15,7 +15,7 @@ from eagle3.targets.loading import load_tensors
 
 def unfilled_head(make: Callable[..., Head], draft: DraftDescription, max_seq_len: int, proposals: int) -> Head:
     """Return a head of the class ``make`` on the meta device, without the parts that no checkpoint holds. Initial
-    values that nobody reads would be computed there, by way of SymPy."""
+    values are not computed: they would be overwritten, and computing them on the meta device is slow."""
     with no_init_weights(), torch.device("meta"):
         return make(draft, max_seq_len, proposals)
 

@@ -1,4 +1,4 @@
-"""Checks that a head of taps, or of a final state, has the widths of a target."""
+"""Checks that a head that takes taps or a final state fits the widths of a target."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def check_pair(
     draft: DraftDescription, target_config: "PreTrainedConfig", taps: tuple[int, ...], trained_for: str
 ) -> None:
-    """Raise ValueError for taps, an embedding or an lm_head of another width than the target's."""
+    """Raise ValueError if the taps, the embedding or the lm_head of the head do not fit the target's widths."""
     hidden, vocabulary = target_config.hidden_size, target_config.vocab_size
     if draft.takes_final_state and draft.taps_width != hidden:
         raise ValueError(

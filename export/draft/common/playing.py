@@ -1,4 +1,4 @@
-"""Plays a head with a KV cache of its own against a computation without one, for the twins of several kinds."""
+"""Compares a head with a KV cache to a computation without a cache, for the twin checks of several kinds."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,8 @@ def stand_in(vocabulary: int, size: int, generator: torch.Generator) -> Any:  # 
 
 
 def play(drafter: Any, head: Any, tokens: Tensor, taps: list[Tensor]) -> Comparison:  # noqa: ANN401 - of several kinds
-    """Seed the head chunk by chunk. After each chunk, chain some rows; the next chunk overwrites them.
+    """Seed the head chunk by chunk and compare each output. After each chunk, draft a few tokens, whose rows the next
+    chunk overwrites.
 
     ``drafter`` has the methods of the ``Drafter`` of EAGLE heads, ``head`` is a ``CachedHead``."""
     length = tokens.shape[1]

@@ -1,4 +1,4 @@
-"""Reads the RoPE of a head whose file has one for each type of layer."""
+"""Reads the RoPE of a head whose file has one RoPE for each type of layer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def one_rope(fields: Mapping[str, Any], takes: str | None, file: Path) -> dict[str, Any]:
-    """Return the keys of a head's layers with one RoPE for all of them.
+    """Return the keys of a head's layers, with one RoPE for all layers.
 
-    A target such as Gemma 4 has a RoPE for each type of layer, and a trainer may have copied that into the head's
-    file. ``takes`` is the type of layer whose entry the trainer takes, None if its code knows no such entries. Raises
-    ValueError for entries of which none is taken, unless they are equal.
+    A target such as Gemma 4 has a RoPE for each type of layer, and a trainer may have copied that into the head's file.
+    ``takes`` is the type of layer whose entry the trainer's code uses, None if that code has no such entries. In that
+    case it raises ValueError unless all entries are equal.
     """
     flat = dict(fields)
     for key in ("rope_scaling", "rope_parameters"):
@@ -27,8 +27,8 @@ def one_rope(fields: Mapping[str, Any], takes: str | None, file: Path) -> dict[s
         else:
             shown = "; ".join(f"{name}: {_shown(each)}" for name, each in entries.items())
             raise ValueError(
-                f"{file}: {key} has a RoPE for each type of layer ({shown}), but a draft head has one, and nothing "
-                f"says which it was trained with: leave that one in {key}, without the name of a type"
+                f"{file}: {key} has a RoPE for each type of layer ({shown}), but a draft head has one, and the file "
+                f"does not say which it was trained with: leave that one in {key}, without the name of a type"
             )
     return flat
 

@@ -1,4 +1,4 @@
-"""The shapes of a Llama layer's tensors, from which a twin's random weights are made."""
+"""Gives the shapes of a Llama layer's tensors, for the random weights of a small copy."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -10,12 +10,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def layer_shapes(layer: "LlamaConfig", at: str, inputs: int, norms: Iterable[str]) -> tuple[Shapes, Shapes]:
-    """Return the shapes of the linears and of the norms that a decoder layer may have, without ``.weight``.
+    """Return the shapes of the linears and of the norms that a decoder layer may have, by name without ``.weight``.
 
     Args:
         at: the layer's name
-        inputs: the width of what its queries, keys and values are made of
-        norms: the names of its norms of the hidden size, without Gemma 4's
+        inputs: the input width of its projections of queries, keys and values
+        norms: the names of its norms of the hidden size, except those that only Gemma 4 has
     """
     size, inner, head_dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
     queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
@@ -28,6 +28,6 @@ def layer_shapes(layer: "LlamaConfig", at: str, inputs: int, norms: Iterable[str
         f"{at}.mlp.up_proj": (inner, size),
         f"{at}.mlp.down_proj": (size, inner),
     }
-    every = (*norms, "pre_feedforward_layernorm", "post_feedforward_layernorm")  # the last two are Gemma 4's
+    every = (*norms, "pre_feedforward_layernorm", "post_feedforward_layernorm")  # only Gemma 4 has the last two
     widths: Shapes = {f"{at}.{name}": (size,) for name in every}
     return linears, widths | {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}

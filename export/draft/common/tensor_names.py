@@ -1,4 +1,4 @@
-"""Names of tensors that heads of several kinds have, and a check of names that were mapped to a module's."""
+"""Names of tensors that several kinds of heads have, and a check of names mapped to those of a module."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ SELECTOR = "t2d"
 
 
 def check_named_once(folder: Path, names: Mapping[str, str]) -> None:
-    """Raise ValueError where two tensors of a checkpoint have one name in the module, which ``names`` maps them to."""
+    """Raise ValueError if ``names`` maps two tensors of a checkpoint to the same name in the module."""
     own = list(names.values())
     twice = next((name for name, each in names.items() if own.count(each) > 1), None)
     if twice is not None:

@@ -1,10 +1,10 @@
 """Tencent's AngelSlim: flat keys that also name the target (``target_model_type``, ``modal_type``). Its heads run in
-vLLM, so its layer ids mean inputs, as in vLLM. Without a multimodal RoPE, its code has a base of 10000 and never reads
-``rope_theta``: heads for Qwen3 have 4 to 8% less acceptance length with the base that their files name.
+vLLM, so its layer ids mean inputs, as in vLLM. Without a multimodal RoPE, its code uses the base 10000 and never reads
+``rope_theta``: with the base in their files, heads for Qwen3 have a 4 to 8% shorter acceptance length.
 
-Source: the heads that it publishes for Qwen3, and vLLM's name of them (``Eagle3LlamaForCausalLM``);
-Tencent/AngelSlim, ``compressor/speculative/train/models/draft/llama_eagle3.py``; wejoncy/sfllm 32 for Qwen3-4B's and
-1.7B's acceptance with both bases.
+Source: the heads that it publishes for Qwen3, and vLLM's name for them (``Eagle3LlamaForCausalLM``); Tencent/AngelSlim,
+``compressor/speculative/train/models/draft/llama_eagle3.py``; wejoncy/sfllm 32 for Qwen3-4B's and 1.7B's acceptance
+with both bases.
 """
 
 import re
@@ -14,7 +14,8 @@ from typing import Any
 from eagle3.export.draft.dialects.dialect import Dialect, rope_of
 
 AUX_OUTPUTS = "aux_hidden_states_layer_ids"
-"""Its own key of the taps, with ids of layer outputs; for vLLM it adds the usual one, with each id one higher."""
+"""AngelSlim's own key of the taps, with ids of layer outputs. For vLLM it adds the usual key, with each id one
+higher."""
 _CLASSES = re.compile("(CosyVoice3)?Eagle3")
 _OF_A_FIXED_BASE = ("default", "linear", "dynamic")
 
@@ -25,8 +26,8 @@ def recognizes(config: dict[str, Any], _tensors: Collection[str]) -> bool:
 
 
 def heeds_base(_kind: str, fields: Mapping[str, Any]) -> bool | None:
-    """Return False for a RoPE whose base AngelSlim's code fixes, None if only the class is AngelSlim's, since other
-    systems save under its name."""
+    """Return False if AngelSlim's code uses a fixed RoPE base. Return None if only the class name is AngelSlim's, since
+    other systems save under that name."""
     rope = rope_of(fields)
     kind_of_rope = rope.get("type", rope.get("rope_type", "default"))
     if kind_of_rope not in _OF_A_FIXED_BASE or rope.get("mrope_interleaved") is True:
@@ -43,6 +44,6 @@ DIALECT = Dialect(
     heeds=lambda _kind: (),
     heeds_base=heeds_base,
     marks={"modal_type": "LLM"},
-    base_doubt="AngelSlim's code takes no notice of it, but other systems save under the name of its class",
+    base_doubt="AngelSlim's code ignores it, but other systems save under the name of its class",
     builds_midlayer=True,
 )

@@ -25,13 +25,13 @@ def proposal(config: dict[str, Any], file: Path) -> Proposal:
 
 
 def refuse(config: dict[str, Any], file: Path) -> None:
-    """Raise ValueError for layers after the first, which take the embedding as well there."""
+    """Raise ValueError for more than one layer: in DeepSpec's code later layers take the embedding as well."""
     from eagle3.export.checkpoints.json_fields import count
 
     if count(config, "num_hidden_layers", 1, file) > 1:
         raise ValueError(
-            f"{file}: num_hidden_layers is {config['num_hidden_layers']}, but DeepSpec's own evaluation takes heads of "
-            "one layer alone: this head is not read"
+            f"{file}: num_hidden_layers is {config['num_hidden_layers']}, but DeepSpec's own evaluation takes only "
+            "heads of one layer: this head is not read"
         )
 
 

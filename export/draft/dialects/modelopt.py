@@ -1,9 +1,9 @@
 """NVIDIA ModelOpt: flat Llama keys, variants in ``eagle_config``.
 
 Its layer ids mean outputs of layers (1, n // 2 - 1, n - 4 by default), as in TensorRT-LLM. Training by version 0.47
-applies ``input_layernorm`` to the feature before ``hidden_norm``. Older versions did not, nor does any engine that runs
-its heads, and the files do not record the version. Here the feature is normed once. Source: nvidia-modelopt 0.47.0,
-``export/plugins/hf_spec_configs.py``, ``speculative/plugins/hf_eagle.py`` and ``modeling_eagle.py``.
+applies ``input_layernorm`` to the feature before ``hidden_norm``. Older versions did not, and neither do the engines
+that run its heads. The files do not record the version. This package norms the feature once. Source: nvidia-modelopt
+0.47.0, ``export/plugins/hf_spec_configs.py``, ``speculative/plugins/hf_eagle.py`` and ``modeling_eagle.py``.
 """
 
 from collections.abc import Collection

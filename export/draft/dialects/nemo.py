@@ -1,9 +1,9 @@
 """NVIDIA NeMo: ``LlamaEagle3DraftModel``, most tensors under ``model.``, and ``LlamaEagleDraftModel``, an EAGLE 1.
 
-The configuration of an EAGLE-3 head is its target's, including the target's depth, although the head has one layer.
-That of a P-EAGLE has ``parallel_drafting`` and the head's own depth. Training taps the outputs of layers, by default
-1, n // 2 - 1 and n - 4, and writes no ids. Ids in a file are read as outputs of layers too. The layer types in the
-configuration are the target's as well: the head attends to everything.
+The configuration of an EAGLE-3 head is its target's, including the target's depth, although the head has one layer. The
+configuration of a P-EAGLE has ``parallel_drafting`` and the head's own depth. Training taps the outputs of layers, by
+default 1, n // 2 - 1 and n - 4, and writes no ids. Ids in a file are read as outputs of layers too. The layer types in
+the configuration are the target's as well; the head itself has full attention.
 
 NeMo's EAGLE 1 differs from SafeAILab's: every layer has an ``input_layernorm``, and logits and the next feature both
 come from the state after the last ``norm``. The depth of NeMo's EAGLE 1 is ``draft_num_hidden_layers``.

@@ -17,7 +17,8 @@ PLACES = {
     EAGLE: r"embed_tokens\.weight|fc\.(weight|bias)|layers\.[1-9]\d*\.input_layernorm\.weight|"
     rf"layers\.\d+\.({_LINEARS}|self_attn\.[qkv]_proj\.bias|post_attention_layernorm\.weight)",
 }
-"""Patterns of the tensors of its two modules. It trains no P-EAGLE; files of such heads only look like its own."""
+"""Patterns of the tensors of SafeAILab's two modules, for EAGLE and EAGLE-3. It trains no P-EAGLE, but files of P-EAGLE
+heads look similar."""
 
 
 def recognizes(_config: dict[str, Any], tensors: Collection[str]) -> bool:
@@ -25,8 +26,8 @@ def recognizes(_config: dict[str, Any], tensors: Collection[str]) -> bool:
 
 
 def refuse(config: dict[str, Any], file: Path) -> None:
-    """Raise ValueError for a RoPE that SafeAILab's code computes differently: a scaled one has the base 10000 whatever
-    ``rope_theta`` is, and it always applies to all dimensions of a head."""
+    """Raise ValueError for a RoPE that SafeAILab's code computes differently: a scaled RoPE always has the base 10000,
+    and every RoPE applies to all dimensions of a head."""
     scaling, base = (config.get(key) for key in ("rope_scaling", "rope_theta"))
     scaled = isinstance(scaling, dict) and scaling.get("type", scaling.get("rope_type")) == "linear"
     said = {"rope_theta beside a linear rope_scaling": base if scaled and base != 10000 else None}
@@ -41,8 +42,8 @@ DIALECT = Dialect(
     heeds=lambda kind: () if kind == EAGLE3 else None,
     ropes=lambda _kind: ("default", "linear", "dynamic"),
     heeds_base=lambda kind, _fields: None if kind == EAGLE3 else True,
-    base_doubt="SafeAILab's code reads it where it runs a head (eagle/model/cnets.py) and not where it trains one "
-    "(eagle/traineagle3), with base 10000",
+    base_doubt="SafeAILab's code reads it when it runs a head (eagle/model/cnets.py) but not when it trains one "
+    "(eagle/traineagle3, base 10000)",
     places=PLACES.get,
     names_taps=False,
     builds_midlayer=True,

@@ -41,8 +41,8 @@ DIALECT = Dialect(
     heeds=lambda kind: ("norm_before_residual",) if kind == P_EAGLE else ("fc_norm", "use_aux_norm", "norm_output"),
     ropes=lambda kind: ("default",) if kind == P_EAGLE else ("default", "linear", "dynamic", "llama3", "mrope", "yarn"),
     heeds_base=lambda kind, _fields: None if kind == EAGLE3 else True,
-    base_doubt="SpecForge's code reads it since 2025-10-30 and had base 10000 before, as AngelSlim's has, which "
-    "published heads under this name",
+    base_doubt="SpecForge's code has read it since 2025-10-30 and used base 10000 before; AngelSlim, which published "
+    "heads under this name, uses base 10000",
     ids_are="output",
     norm_output_feeds=False,
     norm_output_doubt="sglang if anything but SpecForge 0.2",

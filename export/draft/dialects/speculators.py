@@ -1,7 +1,7 @@
 """vLLM's speculators, new (``Eagle3DraftModel``, ``PEagleDraftModel``) and old (``Eagle3Speculator``,
 ``EagleSpeculator``).
 
-Source: speculators 0.3.0 and 0.9.0, their configuration classes and what their ``save_pretrained`` writes.
+Source: speculators 0.3.0 and 0.9.0, their configuration classes and the files that their ``save_pretrained`` writes.
 """
 
 from collections.abc import Collection
@@ -31,8 +31,8 @@ def layer_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def proposal(config: dict[str, Any], file: Path) -> Proposal:
-    """Return the settings of the first proposal method. Raises ValueError for a method that accepts other tokens than
-    those of greedy decoding."""
+    """Return the settings of the first proposal method. Raises ValueError for a lossy method, which accepts tokens that
+    differ from greedy decoding's."""
     from eagle3.export.checkpoints.json_fields import (
         count,
         nested,
@@ -64,7 +64,7 @@ DIALECT = Dialect(
     check=check,
     proposal=proposal,
     heeds_part=False,
-    takes_rope_of="sliding_attention",  # its flatten_rope_parameters
+    takes_rope_of="sliding_attention",  # as speculators' flatten_rope_parameters does
     any_model_type=False,
     warns_of_residual=True,
 )

@@ -1,6 +1,6 @@
 """The registry of the kinds of draft heads, a folder each. The ``__init__.py`` of a kind says how it is listed and
-recognized. It names ``parts.py``, which says how a checkpoint is read, what is computed, which targets it fits and what
-it is compared with (``common/kind.py``)."""
+recognized. It names ``parts.py``, which collects the reader, the module, the check of a pair and the twin check of the
+kind (``common/kind.py``)."""
 
 from eagle3.export.draft.common.kind import Kind
 from eagle3.export.draft.kinds import dflash, eagle, gemma4_assistant, mlp_speculator, mtp

@@ -1,9 +1,9 @@
-"""Decomposes a traced program node by node. This only saves time: the resulting program is the same as PyTorch's.
+"""Decomposes a traced program node by node. The resulting program is the same as PyTorch's; this way is faster.
 
 PyTorch decomposes a program by running all of it twice through three layers of tracing. With dynamic lengths that takes
-as long as the export before it. Here, a node that a decomposition changes is traced alone, and the trace is reused for
-all nodes like it. Every other node is copied. If a program has a part that only a trace of the whole program can
-handle, PyTorch decomposes it.
+as long as the trace itself. Here, a node that a decomposition changes is traced alone, and the trace is reused for all
+similar nodes. Every other node is copied. If a program has a part that only a trace of the whole program can handle,
+PyTorch decomposes it.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ _INNER = torch.ops.export.access_subclass_inner_tensor.default
 
 
 def decomposed(program: ExportedProgram, table: dict[OpOverload, Callable]) -> ExportedProgram | None:
-    """Return what ``program.run_decompositions(table)`` returns, except for the names of nodes.
+    """Return the same program as ``program.run_decompositions(table)``, except for the names of nodes.
 
     Returns None if the program has a part that only PyTorch's own function handles: an operator that changes any input
     but one whole buffer, a higher-order operator, or a tensor subclass nested in another.
@@ -53,7 +53,7 @@ def decomposed(program: ExportedProgram, table: dict[OpOverload, Callable]) -> E
         stack.enter_context(_ignore_backend_decomps())
         stack.enter_context(fake.fake_mode)
         stack.enter_context(_override_composite_implicit_decomp(composites))
-        # without it, an operator that is kept would not be kept inside the decompositions of others
+        # makes the kept operators stay inside the decompositions of other operators too
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.no_grad())
         try:
@@ -158,7 +158,7 @@ def _by_module(specs: list[InputSpec]) -> Callable[[tuple[Node, InputSpec]], tup
         parts = target.split(".")
         modules = [ranks[".".join(parts[:length])] + 1 for length in range(1, len(parts))]
         if is_traceable_wrapper_subclass(placed[0].meta["val"]):
-            modules.append(len(ranks) + 1)  # the tensors of a subclass are in a submodule of their own, the last one
+            modules.append(len(ranks) + 1)  # the tensors of a subclass count as a separate submodule, the last one
         return kind is InputKind.BUFFER, (*modules, 0)
 
     return key

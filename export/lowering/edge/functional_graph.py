@@ -1,4 +1,4 @@
-"""Builds a graph in which no operator changes its inputs from one in which some do, with the same result as PyTorch.
+"""Turns a graph with operators that change their inputs into one without, with the same result as PyTorch.
 
 An operator that changes a buffer returns the new value instead. A view of a changed value is computed again where it is
 used next.
@@ -31,19 +31,17 @@ from eagle3.export.lowering.edge.operator_traces import (
 _ATEN = torch.ops.aten
 _NOTHING: Mapping[Node, Node] = MappingProxyType({})
 _RENAMED = {_ATEN.item.default: _ATEN._local_scalar_dense.default}
-"""If an ``item`` were traced alone, it would become a new unknown number."""
+"""The operator ``item``. It cannot be traced alone, since each trace makes a new unknown number."""
 _OPAQUE = frozenset((_ATEN.lift_fresh_copy.default, _ATEN.lift_fresh.default))
-"""Operators whose trace depends on how their input was made."""
+"""Operators whose trace depends on the operator that made their input."""
 
 
 class FunctionalGraph:
-    """Builds ``graph`` by adding the nodes of another graph one after the other.
-
-    ``now`` maps an old node to the node that has its value, and ``same`` maps a node to the one whose value it returns.
-    ``views`` maps each possible view of a value that some operator changes to its base and to the nodes that lead from
-    the base to it. ``generation`` counts how often a base was changed, and ``made_at`` holds the generation at which a
-    view was computed. ``buffers`` are the names of the old placeholders. ``changed`` maps the name of a buffer to the
-    node that holds its final value.
+    """Builds ``graph`` by adding the nodes of another graph one after the other. ``now`` maps an old node to the new
+    node with its value, and ``same`` maps a node to another node with the same value. ``views`` maps each possible view
+    of a value that some operator changes to its base and to the nodes that lead from the base to it. ``generation``
+    counts how often a base was changed, and ``made_at`` holds the generation at which a view was computed. ``buffers``
+    are the names of the old placeholders. ``changed`` maps the name of a buffer to the node that holds its final value.
     """
 
     def __init__(self, old: Graph, buffers: Mapping[str, str], traces: Traces):
@@ -89,13 +87,13 @@ class FunctionalGraph:
         return self.now[node]
 
     def _values_for(self, user: Node, known: Mapping[Node, Node] = _NOTHING) -> Callable[[Node], Node]:
-        """Return a function that gives the new node of an old one for ``user``; the nodes in ``known`` are taken from
-        it."""
+        """Return a function that maps an old node to the new node for use in ``user``; nodes in ``known`` are looked up
+        there."""
         return lambda each: known[each] if each in known else self.value(each, user)
 
     def _plain(self, node: Node) -> Node:
-        """Add a node that is not an operator on tensors. A number that the graph has already is not computed again,
-        except for asserts, which PyTorch adds last."""
+        """Add a node that is not an operator on tensors. A number that the graph already computes is reused, except in
+        asserts, which PyTorch adds last."""
         number = node.meta["val"]
         for_asserts = node.target is not SIZE and all(user.target in COMPARISONS for user in node.users)
         if isinstance(number, SymInt) and node.target is not SIZE and not for_asserts:
@@ -159,7 +157,7 @@ class FunctionalGraph:
         return base is not None and self.generation[base] > 0
 
     def _size(self, size: SymInt) -> Node:
-        """Add the size of the first input that has it, before all other nodes, as PyTorch does."""
+        """Add a node, before all others, that reads a size from the first input that has it, as PyTorch does."""
         placeholders = self.graph.find_nodes(op="placeholder")
         for node in placeholders:
             shape = node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else ()
@@ -173,7 +171,7 @@ class FunctionalGraph:
 
     def _copied(self, node: Node, value: Callable[[Node], Node], origin: Node) -> Node:
         copied = self.graph.node_copy(node, value)
-        # a trace makes a tuple together with its parts
+        # the trace already contains the tuple's parts
         of = node.args[0] if node.target is operator.getitem else origin
         copied.meta["from_node"] = [_source(of)]
         return copied
@@ -183,7 +181,8 @@ class FunctionalGraph:
         made = self.graph.call_function(target, args, kwargs)
         values = map_arg((args, kwargs), lambda node: node.meta["val"])
         made.meta = {**origin.meta, "from_node": [_source(origin)], "val": target(*values[0], **values[1])}
-        made.meta.pop("eager_input_vals", None)  # they are the values of the origin's inputs, not of this node's
+        # these are the values of the origin's inputs, not of this node's
+        made.meta.pop("eager_input_vals", None)
         if origin.op == "output":
             del made.meta["from_node"]
         return made

@@ -1,4 +1,4 @@
-"""Decompositions of single operators, each traced once for all nodes that call the operator on like inputs."""
+"""Traces decompositions of single operators, each once for all nodes that call the operator on similar inputs."""
 
 import operator
 from collections.abc import Callable
@@ -18,24 +18,24 @@ from eagle3.export.lowering.edge.values import description
 SIZE = torch.ops.aten.sym_size.int
 COMPARISONS = frozenset((operator.ge, operator.le))
 PLAIN = frozenset((operator.getitem, operator.add, operator.sub, operator.mul, SIZE)) | COMPARISONS
-"""Targets that are not operators on tensors; they are kept."""
+"""Targets of nodes that are not operators on tensors; these nodes are kept."""
 
 
 class LeftToPyTorch(Exception):
-    """Raised for a part of a program that only a trace of the whole program handles."""
+    """Raised for a part of a program that can only be decomposed by tracing the whole program."""
 
 
 class Traces:
-    """Traces the decompositions of operators, and keeps them. ``composites`` and ``operators`` are the two parts of
-    PyTorch's table."""
+    """Traces the decompositions of operators, and caches the traces. ``composites`` and ``operators`` are the two parts
+    of PyTorch's table."""
 
     def __init__(self, composites: dict[OpOverload, Callable], operators: dict[OpOverload, Callable]):
         self.composites, self.operators = composites, operators
         self.traces: dict[object, Graph] = {}
 
     def of(self, node: Node) -> Graph | None:
-        """Return the decomposition of a node, a graph with the node's ``inputs_of`` as placeholders; None if the node
-        is kept."""
+        """Return the decomposition of a node: a graph whose placeholders are the node's ``inputs_of``. Returns None if
+        the node is kept."""
         target = node.target
         if not self.is_decomposed(target):
             return None
@@ -90,7 +90,7 @@ def is_view(node: Node, trace: Graph | None) -> bool:
 
 @dataclass(frozen=True)
 class _Input:
-    """Stands for an operator's argument that is its input number ``place``."""
+    """A placeholder in a cache key for input number ``place`` of an operator."""
 
     place: int
 

@@ -1,9 +1,9 @@
-"""Makes ExecuTorch's passes skip work that changes nothing. This only saves time: the program is the same.
+"""Makes ExecuTorch's passes skip work that changes nothing. The resulting program is the same.
 
 Each pass builds a new graph from the old one and computes every node's shapes again, which takes half a millisecond a
-node with dynamic lengths. Most passes change few nodes or none. Three things are done instead:
+node with dynamic lengths. Most passes change few nodes or none. This module avoids the work in three ways:
 
-- A pass whose ``call_operator`` would change no node leaves the graph unchanged.
+- A pass whose ``call_operator`` changes no node returns the graph as it is.
 - A node keeps its value if a pass repeats the call that computed it, or if the new value has the same shape, strides
   and dtype. The nodes after it then repeat their calls too.
 - For the CPU, a program is decomposed once instead of twice, since both decompositions of ExecuTorch make it
@@ -46,8 +46,8 @@ BASES = (
     "torch._export.pass_base._ExportPassBaseDeprecatedDoNotUse",
 )
 CALL = "computed by"
-"""The key in a node's ``meta`` of the call that computed its ``val``. Passes that edit a graph in place leave both
-unchanged."""
+"""The key in a node's ``meta`` under which the call that computed its ``val`` is stored. Passes that edit a graph in
+place leave both unchanged."""
 DECOMPOSE = "torch.export.ExportedProgram.run_decompositions"
 BY_NODE = (
     NormalizeTransposePass,
@@ -57,11 +57,11 @@ BY_NODE = (
     RemoveMixedTypeOperators,
     LegalizePortableDimOrderPass,
 )
-"""Passes that consist of their ``call_operator`` alone, which looks at one node and keeps no state."""
+"""Passes that consist only of ``call_operator``, which depends on one node and keeps no state."""
 
 
 class _Changed(Exception):
-    """Raised where a pass would change a node."""
+    """Raised when a pass would change a node."""
 
 
 @contextmanager
@@ -126,8 +126,8 @@ def _repeating(base: str) -> dict[str, Callable]:
 
 
 def _outputs(node: Node, delegate: LoweredBackendModule) -> object:
-    """Return the values of a new delegate's node, which computing would run all of its operations for. Its node also
-    has the values of buffers that it changes, which the delegate does not return."""
+    """Return the values of a new delegate's node without running the delegate's operations. Values of buffers that the
+    delegate changes are left out, since it does not return them."""
     program = delegate.original_module
     results = zip(program.graph.output_node().args[0], program.graph_signature.output_specs, strict=True)
     kept = [result.meta["val"] for result, spec in results if spec.kind is OutputKind.USER_OUTPUT]
@@ -135,8 +135,8 @@ def _outputs(node: Node, delegate: LoweredBackendModule) -> object:
 
 
 class _Known:
-    """Interprets nodes, and returns the known ``value`` for its own call (``is_its``), or if the new value has the same
-    description."""
+    """Interprets nodes. It returns the known ``value`` for the call that made it (``is_its``), and also if the new
+    value has the same description."""
 
     def __init__(self, interpreter: Interpreter, value: object, is_its: bool):
         self.interpreter, self.value, self.is_its = interpreter, value, is_its
@@ -149,7 +149,7 @@ class _Known:
 
 
 def leaves_as_it_is(self: ExportPass, graph_module: GraphModule) -> bool:
-    """Return True if a pass of ``BY_NODE`` would change no node. Its ``call_operator`` is called for each."""
+    """Return True if a pass of ``BY_NODE`` would change no node. Its ``call_operator`` is called for each node."""
     values = {
         node: _value(node) if node.op == "get_attr" else ProxyValue(_value(node), node)
         for node in graph_module.graph.nodes

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class XnnpackBackend:
-    """See ``eagle3.export.lowering.backend.Backend``. Modules that quantize and lower are imported only when weights
-    are loaded, since planning does not need them."""
+    """The CPU backend, with the interface of ``eagle3.export.lowering.backend.Backend``. Modules that quantize and
+    lower are imported only when weights are loaded, since planning does not need them."""
 
     dtype = torch.float32
     eager_on_host = True
@@ -46,7 +46,7 @@ class XnnpackBackend:
         return cpu_attention
 
     def check(self, plan: Plan) -> None:
-        """Raise ValueError for a group size that does not fit a linear, and for versions that were not tested."""
+        """Raise ValueError for a group size that does not fit a linear, and for untested versions of packages."""
         check_versions(FOR_CPU, TESTED, "lowering for the CPU", "")
         target, draft = recipes(plan)
         target.check("--qlinear", plan.skeleton.model)

@@ -1,9 +1,8 @@
-"""Removes repeated bookkeeping of PyTorch and ExecuTorch while they trace and lower. This only saves time: the program
-is the same.
+"""Removes repeated bookkeeping of PyTorch and ExecuTorch while they trace and lower. The resulting program is the same.
 
-- Each traced node looks up and formats its Python stack; ExecuTorch writes none of it.
+- For each traced node the Python stack is collected and formatted, although ExecuTorch does not write it.
 - ExecuTorch's table of the edge dialect, 138 kB of YAML, is read by a parser written in Python.
-- Each graph that a pass builds or changes is written as Python and compiled, but a lowering calls hardly any.
+- Each graph that a pass builds or changes is converted to Python and compiled, but a lowering calls hardly any of them.
 """
 
 import sys
@@ -25,7 +24,7 @@ RECOMPILE = "torch.fx.GraphModule.recompile"
 
 @contextmanager
 def without_stacks() -> Iterator[None]:
-    """Give nodes that are traced no Python stack."""
+    """Trace nodes without their Python stacks."""
     with replaced(NO_STACKS, True):
         yield
 
@@ -42,8 +41,8 @@ class LibYaml:
 
 @contextmanager
 def tables_read_by_libyaml() -> Iterator[None]:
-    """Let libyaml read ExecuTorch's table if its compiler is imported in this context, and if PyYAML has libyaml. This
-    has no effect if the compiler is imported already."""
+    """Make ExecuTorch's compiler read its table with libyaml when it is imported within the context. This has no effect
+    if the compiler is imported already, or if PyYAML lacks libyaml."""
     if not hasattr(yaml, "CSafeLoader") or TABLE in sys.modules:
         yield
         return
@@ -59,7 +58,7 @@ def tables_read_by_libyaml() -> Iterator[None]:
 
 @contextmanager
 def code_on_call() -> Iterator[None]:
-    """Compile the code of graphs that appear in the context only when they are first called."""
+    """Compile the Python code of graphs made within the context only when a graph is first called."""
     recompile = original(RECOMPILE)
 
     def put_off(self: GraphModule) -> None:
@@ -70,7 +69,7 @@ def code_on_call() -> Iterator[None]:
         codegen = self.graph._codegen
         if isinstance(codegen, _PyTreeCodeGen):
             self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
-        self._code = "(made when it is called)"  # ExecuTorch writes it to a log that nobody reads
+        self._code = "(made when it is called)"  # ExecuTorch writes the code only to a debug log
         type(self).forward = forward
 
     with replaced(RECOMPILE, put_off):

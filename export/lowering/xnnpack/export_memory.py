@@ -9,7 +9,7 @@ from eagle3.export.lowering.xnnpack.recipe import Recipe, recipes
 from eagle3.export.planning.plan import Plan
 
 OVERHEAD = 1 << 30
-"""The bytes of libraries, graphs, and the rows of a weight that are being quantized."""
+"""The bytes of libraries, of graphs, and of the rows of a weight that are being quantized."""
 FLOAT = 4
 
 
@@ -30,8 +30,8 @@ def held_bytes(plan: Plan) -> int:
 
 
 def _copies(model: nn.Module, recipe: Recipe) -> int:
-    """Return the bytes that ExecuTorch takes to write the largest weight. It holds two copies, and of codes a third one
-    with the hash of their scales appended. Codes of 4 bits were in bytes before."""
+    """Return the bytes that ExecuTorch takes to write the largest weight. It holds two copies, and a third one of
+    codes, with the hash of their scales appended. Before that, codes of 4 bits take a byte each."""
     linears = (module for module in model.modules() if isinstance(module, nn.Linear))
     codes = 2 if recipe.group else 3
     sizes = (module.weight.numel() * (codes if recipe.covers(module) else 2 * FLOAT) for module in linears)

@@ -1,12 +1,12 @@
 """Rewrites operations into forms that XNNPACK takes completely and computes correctly.
 
 ExecuTorch 1.5's partitioner for XNNPACK leaves out ``mean`` over the last dimension: each RMSNorm would end a delegate,
-and would run a portable kernel whose time grows with the rows. Written as a product with a constant, it stays in the
-delegate. A rotation of halves, written so, is one node instead of four. As a result, ``target_verify`` of gemma4-tiny
-has 14 delegates (tests/runner/inspect/test_inspect.py counts them).
+and would run a portable kernel whose time grows with the rows. Written as a product with a constant, the mean stays in
+the delegate. A rotation of halves, written as a product too, is one node instead of four. As a result,
+``target_verify`` of gemma4-tiny has 14 delegates (tests/runner/inspect/test_inspect.py counts them).
 
-XNNPACK's GELU is the exact one, but the partitioner also gives it GELUs with the tanh approximation: the results were
-4.7e-4 off, which grew to 2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out
+XNNPACK computes the exact GELU, but the partitioner also assigns GELUs with the tanh approximation to it. The results
+were off by 4.7e-4, which grew to 2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out
 (tests/export/test_artifact.py compares at 1e-4).
 """
 
@@ -28,7 +28,7 @@ from eagle3.export.patching.patches import replaced
 from eagle3.targets import complex_rotary
 
 FAMILY = modeling_llama.__name__
-"""Stands for any family's module in the register of patches."""
+"""The name under which the register of patches lists the modules of all families."""
 
 
 class ProductRMSNorm(nn.Module):
@@ -49,7 +49,7 @@ def use_product_norms(owner: nn.Module) -> None:
 
     def shared(name: str, value: Tensor) -> Callable[[], Tensor]:
         owner.register_buffer(name, value, persistent=False)
-        # it is looked up in each forward, since a trace swaps buffers for fake ones
+        # looked up in each forward, since a trace replaces buffers by fake ones
         return lambda: getattr(owner, name)
 
     for parent in list(owner.modules()):
@@ -64,9 +64,9 @@ def use_product_norms(owner: nn.Module) -> None:
 
 
 def _rms_norm(module: nn.Module, width: int) -> tuple[int, float, Tensor | None] | None:
-    """Return size, epsilon and factor of a module that computes an RMSNorm; None for any other module. Every family
-    of transformers has a class of its own, some with a weight that is added to 1, so the module is run to see what
-    it computes. ``width`` is the size of a norm that has neither a weight nor a shape, such as Gemma 4's norm of
+    """Return size, epsilon and factor of a module that computes an RMSNorm; None for any other module. Every family of
+    transformers has a class of its own, some with a weight that is added to 1, so the module's output is compared with
+    the formula. ``width`` is the size of a norm that has neither a weight nor a shape, such as Gemma 4's norm of
     values."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
@@ -106,9 +106,9 @@ def product_rotary(owner: nn.Module, head_dims: set[int]) -> Iterator[None]:
 
 @contextmanager
 def rows_before_heads(owner: nn.Module) -> Iterator[None]:
-    """Rotate queries and keys in the layout that projections give and attention takes, [1, T, heads, head_dim]. Most
-    families of transformers use [1, heads, T, head_dim]. The two transpositions then follow each other, so that
-    ``remove_no_ops`` removes both."""
+    """Rotate queries and keys in the layout [1, T, heads, head_dim], which projections return and attention takes. Most
+    families of transformers use [1, heads, T, head_dim]. Without a rotation between them, the two transpositions
+    cancel, and ``remove_no_ops`` removes both."""
     with ExitStack() as stack:
         for family in _families(owner):
             original = getattr(sys.modules.get(family), "apply_rotary_pos_emb", None)
@@ -149,7 +149,7 @@ def _rotate(owner: nn.Module, original: Callable[[Tensor], Tensor], index: int, 
 
 
 class _WrittenOutGelu(TorchFunctionMode):
-    """Replaces every call of ``F.gelu``, also those through a reference that was taken earlier (transformers'
+    """Replaces every call of ``F.gelu``, including calls through references taken earlier (transformers'
     ``GELUTanh``)."""
 
     def __init__(self, owner: nn.Module):
@@ -172,10 +172,8 @@ class _WrittenOutGelu(TorchFunctionMode):
 
 @contextmanager
 def tanh_gelu(owner: nn.Module) -> Iterator[None]:
-    """Compute ``F.gelu(x, approximate="tanh")`` as ``x * sigmoid(x * (a + b x^2))``, which is the same function.
-
-    It holds that (1 + tanh(u)) / 2 = sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 x^3). The constants are buffers
-    of ``owner``.
+    """Compute ``F.gelu(x, approximate="tanh")`` as ``x * sigmoid(x * (a + b x^2))``, which is the same function, since
+    (1 + tanh(u)) / 2 = sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 x^3). The constants are buffers of ``owner``.
     """
     scale = 2 * math.sqrt(2 / math.pi)
     owner.register_buffer("gelu_a", torch.full((1,), scale), persistent=False)

@@ -3,15 +3,16 @@
 For a verify window, XNNPACK computes two products and a softmax for each key-value head, over the used slots
 (``used_slots.py``). These products read each key once for all rows and all query heads that share it: the keys are the
 left operand, which XNNPACK takes without packing. The number of slots is rounded up to a multiple of ``STEP`` and the
-rest is masked, because XNNPACK plans its memory again for each new number of slots and allocates new pages for a larger
-one.
+additional slots are masked, because XNNPACK plans its memory again for each new number of slots and allocates new pages
+for a larger one.
 
-ExecuTorch's ``llama::custom_sdpa`` packs keys again for each query head, and its softmax is not vectorized. It computes
-single rows, where it is as fast; longer chunks, since its memory does not grow with rows times slots; and all rows of a
-small cache. It has no softcap: with one, a single row is computed by products too, and a chunk over all slots.
+ExecuTorch's ``llama::custom_sdpa`` packs keys again for each query head, and its softmax is not vectorized. It is used
+for single rows, where it is as fast; for longer chunks, since its memory does not grow with rows times slots; and for
+small caches. It has no softcap: in a layer with one, products compute single rows too, and a chunk is computed over all
+slots.
 
 ``llama::update_cache`` writes in place. Except where a chunk is computed over all slots, the time of a step does not
-depend on ``max_seq_len``. Masked slots must hold finite numbers, which they do: ExecuTorch's runners begin with caches
+depend on ``max_seq_len``. Masked slots must hold finite numbers. They do, since ExecuTorch's runners begin with caches
 of zeros.
 """
 
@@ -28,21 +29,22 @@ from eagle3.targets.attention import Block, KVCacheShape, attend, causal_mask
 from eagle3.targets.softcap import softcapped
 
 FEW_ROWS = 16
-"""The most rows of a window that is computed by products."""
+"""Windows of up to this many rows are computed by products."""
 MOST_HEADS = 16
-"""The most key-value heads of a layer that is computed by products."""
+"""Layers with up to this many key-value heads are computed by products."""
 LEAST_BYTES = 2 * 2**20
-"""The smallest keys and values, in bytes, of a layer that is computed by products. The processor's caches hold smaller
-ones, and products cost a layer 20 to 60 microseconds more before they gain."""
+"""The smallest size of a layer's keys and values, in bytes, for which products are used. Smaller ones stay in the
+processor's caches, and products add a fixed cost of 20 to 60 microseconds to a layer."""
 STEP = 64
-"""The number of used slots is rounded up to a multiple of this. The first call with another such multiple takes some
+"""The number of used slots is rounded up to a multiple of this. The first call with a new multiple takes some
 milliseconds more."""
 
 
 class Rows(NamedTuple):
-    """``start`` is the slot of the first row. ``last`` [T] has the last slot that each row attends to. ``single`` is
-    True if there is one row. ``alike`` is True if all rows attend up to the last row's slot. ``additive`` [T, used
-    slots] is the mask of rows that may be computed by products; None for other rows."""
+    """The positions of a forward's rows. ``start`` is the slot of the first row. ``last`` [T] has the last slot that
+    each row attends to. ``single`` is True if there is one row. ``alike`` is True if all rows attend up to the last
+    row's slot. ``additive`` [T, used slots] is the mask of rows that may be computed by products; None for other
+    rows."""
 
     start: Any
     last: Tensor
@@ -52,8 +54,8 @@ class Rows(NamedTuple):
 
 
 class FullAttention(nn.Module):
-    """See ``EagerAttention``. The caches have the layout [kv_heads, slots, 1, head_dim], in which ExecuTorch's ops take
-    the heads for a batch."""
+    """The attention of a layer that attends to the whole context, with the interface of ``EagerAttention``. The caches
+    have the layout [kv_heads, slots, 1, head_dim], so that ExecuTorch's ops treat the heads as a batch."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -104,8 +106,8 @@ class FullAttention(nn.Module):
             torch.ops.llama.update_cache(new.permute(2, 1, 0, 3).contiguous(), cache, rows.start)
 
     def _by_products(self, query: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-        """Return [1, T, heads, head_dim]. The T rows of the G query heads that share keys are computed as T * G
-        rows."""
+        """Compute attention by products and return [1, T, heads, head_dim]. The T rows of the G query heads that share
+        keys become T * G rows."""
         kv_heads, used = self.shape.kv_heads, mask.shape[1]
         groups = query.shape[2] // kv_heads
         packed = (query[0] * scale).unflatten(1, (kv_heads, groups)).permute(1, 3, 0, 2).flatten(2)
@@ -119,8 +121,8 @@ class FullAttention(nn.Module):
         return torch.cat(results).unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)[None]
 
     def _by_custom_sdpa(self, query: Tensor, rows: Rows, scale: float) -> Tensor:
-        """Return [1, T, heads, head_dim]. For a single row, the query heads that share keys become rows, since the op
-        packs the keys for each head."""
+        """Compute attention by ``custom_sdpa`` and return [1, T, heads, head_dim]. For a single row, the query heads
+        that share keys become rows, since the op packs the keys for each head."""
         heads, kv_heads = query.shape[2], self.shape.kv_heads
         together = heads_together(heads, kv_heads) if rows.single else 1
         batch = query[0].unflatten(1, (kv_heads, -1, together)).permute(1, 0, 3, 2, 4).flatten(1, 2)

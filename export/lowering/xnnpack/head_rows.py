@@ -1,9 +1,9 @@
-"""Arguments of ExecuTorch's ``custom_sdpa``: the first slot, a mask, and queries [1, T, heads, head_dim] in which heads
-that share keys become rows.
+"""Makes the arguments of ExecuTorch's ``custom_sdpa``: the first slot, a mask, and queries [1, T, heads, head_dim] in
+which heads that share keys become rows.
 
 The op packs the keys for each head: four rows of 32 heads over 4,000 positions take half the time if they become 16
-rows of 8 heads (scripts/bench/bench_cpu_kernels.py). Such rows need a mask, unless all see the same keys, as the heads
-of a single row do, since the op's own causal mask counts rows.
+rows of 8 heads (scripts/bench/bench_cpu_kernels.py). Such rows need a mask, since the op's own causal mask counts rows.
+Only if all attend to the same keys, as the heads of a single row do, no mask is needed.
 """
 
 from typing import Any
@@ -15,9 +15,8 @@ LEAST_HEADS = 4
 """The fewest heads that may remain, since each thread of the op takes one head."""
 
 
-def first_slot(input_pos: Tensor, slots: int) -> Any:  # noqa: ANN401 - in a trace a symbol, else a number
-    """Return the first of the rows' positions; a trace then knows that the positions lie within the ``slots`` of a
-    cache."""
+def first_slot(input_pos: Tensor, slots: int) -> Any:  # noqa: ANN401 - a symbol in a trace, otherwise a number
+    """Return the position of the first row, and tell a trace that it lies within the ``slots`` of a cache."""
     start: Any = input_pos[0].item()
     torch._check(start >= 0)
     torch._check(start + input_pos.shape[0] <= slots)

@@ -1,9 +1,9 @@
 """Runs torchao's search for the scales of symmetric weights (HQQ without zero points) in less than half of the time.
 
-Codes and scales are the same, bit for bit. The search alternates between codes ``Q = round(W / s)`` and the scales
-``s = <W, Q> / <Q, Q>`` that fit them best, at most 20 times. torchao's ``_choose_qparams_and_quantize_scale_only_hqq``
-computes all groups anew each time, each step in a fresh tensor. A group whose scale did not change will not change
-again, so it is left out here, and the steps write into two small tensors that stay cached.
+Codes and scales are the same, bit for bit. The search alternates between codes ``Q = round(W / s)`` and the scales ``s
+= <W, Q> / <Q, Q>`` that fit them best, at most 20 times. torchao's ``_choose_qparams_and_quantize_scale_only_hqq``
+computes all groups in each iteration, with a new tensor for each operation. A group whose scale did not change will not
+change again, so it is left out here, and the steps write into two small tensors that stay cached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,8 @@ SEARCH = (
 )
 CACHED = 1 << 18
 """The number of float32 weights that are computed at once: two such tensors stay in the caches of a core and its
-neighbours. A quarter of that number took a quarter more time, since PyTorch's overhead of each step then counts."""
+neighbours. With a quarter of that number the search took a quarter more time, because of PyTorch's overhead per
+operation."""
 STILL_CHANGING = 0.8
 """If a smaller share of the groups still changes, they are copied and the search goes on without the others. Copying a
 larger share costs more than it saves."""
@@ -34,8 +35,8 @@ def search_scales(weight: Tensor, block_size: Sequence[int], qmin: int, qmax: in
     """Return codes and scales of ``weight`` [N, K] in groups of ``block_size`` [1, G].
 
     Returns:
-        codes [N, K] of int8, which torchao's function gives as int32 and its caller converts, and scales [N, K / G] in
-        the dtype of ``weight``
+        codes [N, K] of int8 (torchao's function returns int32, which its caller converts), and scales [N, K / G] in the
+        dtype of ``weight``
     """
     (rows, width), group = weight.shape, block_size[1]
     groups = weight.float().contiguous().view(-1, group)
@@ -67,7 +68,8 @@ def search_scales(weight: Tensor, block_size: Sequence[int], qmin: int, qmax: in
 
 
 def _fitted(groups: Tensor, scales: Tensor, qmin: int, qmax: int, at_once: int, buffers: Tensor) -> Tensor:
-    """Return the scales that fit the codes of ``scales`` best. A group whose codes are all 0 keeps its scale."""
+    """Compute the codes for ``scales``, and return the scales that fit these codes best. A group whose codes are all 0
+    keeps its scale."""
     weighted, squared = torch.empty_like(scales), torch.empty_like(scales)
     for start in range(0, len(groups), at_once):
         part = slice(start, start + at_once)

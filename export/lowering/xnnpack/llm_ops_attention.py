@@ -28,13 +28,13 @@ from eagle3.targets.sinks import (
     slots_after_the_sink,
 )
 
-SINK_COLUMNS = 8  # columns added to a head's own; the sink needs one, and eight keep the heads aligned
+SINK_COLUMNS = 8  # columns added to each head; the sink needs one, and eight keep heads aligned
 
 
 class Rows(NamedTuple):
-    """``start`` is the first slot in a layer with full attention, and 0 in others. ``slots`` [1, T] and, for a ring,
-    ``additive`` [T, slots] count the sink's slot too; ``mask``, bool [1, 1, T, slots], does not. ``alike`` is True if
-    every row attends to all slots up to the last row's."""
+    """The positions of a forward's rows. ``start`` is the first row's slot in a layer with full attention, and 0 in
+    others. ``slots`` [1, T] and, for a ring, ``additive`` [T, slots] count the sink's slot too; ``mask``, bool [1, 1,
+    T, slots], does not. ``alike`` is True if every row attends to all slots up to the last row's."""
 
     start: int
     slots: Tensor
@@ -44,7 +44,8 @@ class Rows(NamedTuple):
 
 
 class LlmOpsAttention(nn.Module):
-    """See ``EagerAttention``. The caches have the layout [1, slots, kv_heads, head_dim], which the ops need."""
+    """The attention of a layer with a sliding window or sinks, with the interface of ``EagerAttention``. The caches
+    have the layout [1, slots, kv_heads, head_dim], which the ops need."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -54,7 +55,7 @@ class LlmOpsAttention(nn.Module):
     def __init__(self, shape: KVCacheShape):
         super().__init__()
         self.shape = shape
-        self.first_slot = int(shape.sinks)  # the slot of position 0
+        self.first_slot = int(shape.sinks)  # the slot after the sink's, for position 0
         self.columns = SINK_COLUMNS if shape.sinks else 0
         width = shape.head_dim + self.columns
         for name in ("k_cache", "v_cache"):
@@ -106,7 +107,7 @@ class LlmOpsAttention(nn.Module):
             torch.ops.llama.update_cache_with_indices(new, cache, 0, rows.slots)
 
     def _attended(self, query: Tensor, rows: Rows, scale: float) -> Tensor:
-        """Return the attention's output; it and ``query`` are [1, T, heads, width of the caches]."""
+        """Return the attention's output. The output and ``query`` are [1, T, heads, width of the caches]."""
         caches = self.k_cache, self.v_cache
         together = heads_together(query.shape[2], self.shape.kv_heads)
         length = query.shape[1]

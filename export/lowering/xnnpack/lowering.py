@@ -1,5 +1,5 @@
-"""Lowers eager modules to a program of the CPU's delegates: the forms for tracing, the lowering, and the memory
-plan."""
+"""Lowers eager modules to a program with delegates for the CPU: rewrites them for tracing, lowers the traces, and plans
+memory."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
 
 @contextmanager
 def tracing(model: nn.Module, rows: int) -> Iterator[None]:
-    """Prepare ``model`` for a trace: put norms, rotary embeddings and GELUs into XNNPACK's form, and choose products
+    """Prepare ``model`` for a trace: rewrite norms, rotary embeddings and GELUs for XNNPACK, and choose matrix products
     that suit a verify window of ``rows``."""
     use_product_norms(model)
     use_cpu_recurrence(model)
@@ -49,7 +49,7 @@ def tracing(model: nn.Module, rows: int) -> Iterator[None]:
 
 
 def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any]) -> ExecutorchProgramManager:
-    """Return one program of all methods, in which each mutable buffer (cache) has the same memory in all methods."""
+    """Lower all methods to one program, in which each mutable buffer (cache) has the same memory in all methods."""
     for program in programs.values():
         remove_no_ops(program)
     with (

@@ -1,11 +1,11 @@
-"""The partitioner, which chooses the operations of each delegate and makes as few delegates as possible.
+"""The partitioner, which chooses the operations of each delegate so that there are as few delegates as possible.
 
 ExecuTorch 1.5 merges the operations that XNNPACK takes pair by pair. It looks for cycles through operations that
 XNNPACK does not take, but not for cycles through other delegates. With one row of attention with a softcap, two
 delegates would wait for each other, and the lowering would end with "Invalid partition, found dependency cycles". Here,
 the delegates are levels: an operation's level is the number of alternations, on the longest path before it, between
-operations that XNNPACK takes and others. So no delegate waits for a later one, and there are no more delegates than the
-longest chain of alternations has.
+operations that XNNPACK takes and others. So no delegate waits for a later one, and the number of delegates is that of
+the longest chain of alternations.
 
 ExecuTorch's partitioner also leaves out every slice of a tensor with a dynamic dimension, which ends a delegate.
 XNNPACK takes such a slice: ExecuTorch writes the dimension's upper bound as the size of the slice, and XNNPACK cuts it
@@ -43,7 +43,8 @@ CONFIGS = [SliceConfig if config is SliceCopyConfig else config for config in AL
 
 
 class LevelPartitioner(XnnpackPartitioner):
-    """Keeps every linear whole without asking for each whether it may, which saves one decomposition of the graph."""
+    """XNNPACK's partitioner with levels. It keeps all linears undecomposed without a check of each, which saves one
+    decomposition of the graph."""
 
     def __init__(self) -> None:
         super().__init__(configs=CONFIGS)
@@ -62,8 +63,8 @@ class LevelPartitioner(XnnpackPartitioner):
 
 
 def levels(graph: Graph, groups: list[list[Node]]) -> list[int]:
-    """Return the level of each group of operations that form a delegate. These levels are even; odd levels are for
-    operations outside delegates.
+    """Return the level of each group of operations. Groups are parts of delegates and have even levels; operations
+    outside delegates have odd levels.
 
     Raises RuntimeError for a group that waits for itself.
     """

@@ -1,4 +1,4 @@
-"""Quantized weights on the CPU: torchao's tensors by ExecuTorch's recipes, in the form that XNNPACK computes with.
+"""Quantizes weights for the CPU by ExecuTorch's recipes into torchao's tensors, in the form that XNNPACK takes.
 
 A linear of ``8da4w`` or ``8da8w`` quantizes each row of its input separately, to 8 bits, so that rows do not depend on
 each other. An embedding of ``8w`` looks up codes and multiplies them by the scales of their rows, so the table is never
@@ -25,13 +25,13 @@ from eagle3.export.lowering.xnnpack.hqq import faster_search
 from eagle3.export.lowering.xnnpack.recipe import Recipe
 
 ELEMENTS = 1 << 21
-"""The number of elements of a weight that a core quantizes at once. With fewer, threads wait for each other's Python
-code."""
+"""The number of elements of a weight that a core quantizes at once. With fewer elements, threads wait for Python's
+lock."""
 
 
 def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
-    """Quantize the ``weight`` [N, K] of a linear or embedding ``module`` that ``recipe`` covers. Each core takes some
-    rows at a time."""
+    """Quantize the ``weight`` [N, K] of a linear or embedding ``module`` that ``recipe`` covers. Each core quantizes
+    some rows at a time."""
     quantize = _quantized_linear if isinstance(module, nn.Linear) else _quantized_embedding
     rows = max(1, ELEMENTS // weight.shape[1])
     data: dict[str, Tensor] = {}
@@ -49,8 +49,8 @@ def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
 
 @cache
 def _a_core_each() -> ThreadPoolExecutor:
-    """Return threads that compute on one core each: steps this small are not worth the wait for other threads, above
-    all on a busy machine, where they took ten times the CPU time.
+    """Return a pool of threads that each compute on one core. Splitting such small operations over cores does not pay:
+    on a busy machine it took ten times the CPU time.
 
     All weights use the same threads, since glibc keeps the memory that a thread freed in an arena of that thread. When
     each weight had new threads, glibc held 7 GiB after a model of 4B parameters.
@@ -76,7 +76,7 @@ def _quantized_embedding(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
 
 
 def _taken(holder: nn.Module) -> TorchAOBaseTensor:
-    """Return the weight of a module that torchao quantized, and remove it from the module. The module refers to itself
+    """Return the quantized weight of a module, and remove it from the module. The module refers to itself
     (``extra_repr``), so its codes would otherwise stay in memory until a garbage collection."""
     made: TorchAOBaseTensor = holder.get_parameter("weight").data
     del holder.weight
@@ -84,8 +84,8 @@ def _taken(holder: nn.Module) -> TorchAOBaseTensor:
 
 
 class DynamicWeight(IntxUnpackedToInt8Tensor):
-    """torchao's weight with its own matmul. ExecuTorch's CUDA backend replaces the matmul of torchao's class for the
-    whole process."""
+    """torchao's INT8 weight with a matmul of this package, since ExecuTorch's CUDA backend replaces the matmul of
+    torchao's class for the whole process."""
 
 
 @DynamicWeight.implements([torch.ops.aten.linear.default])
@@ -131,6 +131,6 @@ class Int8Rows(TorchAOBaseTensor):
 @Int8Rows.implements([torch.ops.aten.embedding.default])
 @Int8Rows.implements_torch_function([F.embedding])
 def _embedding(func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
-    """Map [...] int64 to [..., K]."""
+    """Look up rows: ids [...] int64 -> [..., K]."""
     ids, table = (args[1], args[0]) if func is torch.ops.aten.embedding.default else args[:2]
     return F.embedding(ids, table.qdata).to(table.dtype) * F.embedding(ids, table.scale)

@@ -12,7 +12,7 @@ from eagle3.export.planning.plan import Plan
 
 DEFAULT_GROUP = 32
 """ExecuTorch's default for 8da4w."""
-LEAST_GROUP = 32  # XNNPACK's kernels take only multiples of it
+LEAST_GROUP = 32  # XNNPACK's kernels only take multiples of this
 QUANTIZED = (*XNNPACK_RECIPES[1:], *EMBEDDING_RECIPES[1:])
 
 
@@ -50,15 +50,15 @@ class Recipe:
         for name, width in linears.items():
             if self.group % LEAST_GROUP or width % self.group:
                 fits = _divisors(gcd(*linears.values()))
-                advice = f"--group-size {fits}" if fits else f"{flag} 8da8w, whose scales are a row's"
+                advice = f"--group-size {fits}" if fits else f"{flag} 8da8w, which has a scale per row"
                 raise ValueError(
-                    f"{flag} {self.linear} with --group-size {self.group}: {name} takes {width} inputs, and groups are "
-                    f"multiples of {LEAST_GROUP} that divide them: type {advice}"
+                    f"{flag} {self.linear} with --group-size {self.group}: {name} takes {width} inputs, and a group "
+                    f"must be a multiple of {LEAST_GROUP} that divides this number: type {advice}"
                 )
 
 
 def _divisors(width: int) -> str:
-    """Return the group sizes that divide ``width``, as a list in a string."""
+    """Return a text that lists the group sizes that divide ``width``."""
     return ", ".join(str(size) for size in range(LEAST_GROUP, min(width, 256) + 1, LEAST_GROUP) if width % size == 0)
 
 

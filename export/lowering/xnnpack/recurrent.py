@@ -1,8 +1,8 @@
-"""Recurrent layers on the CPU: rings are written in place, and ExecuTorch's own operators compute most of a prefill
-chunk.
+"""Adapts recurrent layers to the CPU: rings are written in place, and ExecuTorch's own operators compute most of a
+prefill chunk.
 
-``index_copy_`` would lower to an ``index_put`` that copies a whole ring. The reference's loop over parts of a chunk
-would need a length that is known when the chunk is traced.
+``index_copy_`` would lower to an ``index_put`` that copies a whole ring. The reference loops over parts of a chunk,
+which needs a length that is known during the trace.
 """
 
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
@@ -14,14 +14,14 @@ from eagle3.targets.recurrent import Ring
 
 
 class InPlaceRing(Ring):
-    """Writes by ``llama::update_cache_with_indices``."""
+    """A ring that is written in place, by ``llama::update_cache_with_indices``."""
 
     def _write(self, rows: Tensor, slots: Tensor) -> None:
         torch.ops.llama.update_cache_with_indices(rows.contiguous(), self.rows, 0, slots[None])
 
 
 class SequentialState(GatedDeltaState):
-    """Runs the committed rows one after the other, by ``llama::gated_delta_rule``."""
+    """A recurrent state that computes the committed rows one after the other, by ``llama::gated_delta_rule``."""
 
     def _bulk(self, given: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value, decay, beta = given

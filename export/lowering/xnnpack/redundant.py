@@ -1,6 +1,6 @@
-"""Removes operations that a graph need not compute, before it is divided into delegates.
+"""Removes redundant operations from a graph before it is divided into delegates.
 
-XNNPACK computes each node that it is given. transformers' layers transpose heads before rows between projections and
+XNNPACK does not remove such nodes itself. transformers' layers transpose heads before rows between projections and
 attention, where neither needs it; torchao quantizes the input of each linear again, although q, k and v share theirs;
 and a rotary embedding without scaling is multiplied by 1.
 """
@@ -13,15 +13,15 @@ from torch.fx.passes.infra.pass_base import PassBase
 
 
 def computed_once() -> PassBase:
-    """Return a pass that merges equal nodes of the edge dialect; a cache counts as another value after it is written.
-    The weight of a linear that is called twice stays two values. With one value the two calls would be one delegate,
-    although the second waits for the first."""
+    """Return a pass that merges equal nodes of the edge dialect; a cache counts as a new value after each write. The
+    weight of a linear that is called twice keeps two nodes. With one node the two calls would be put into one delegate,
+    although the second depends on the first."""
     return CSEPass(banned_ops={torch.ops.torchao.dequantize_affine})
 
 
 def remove_no_ops(program: ExportedProgram) -> None:
-    """Remove transpositions that undo each other and products with 1 from a traced program, in place. An output is
-    kept, since the program's signature has its name."""
+    """Remove transpositions that undo each other and products with 1 from a traced program, in place. Output nodes are
+    kept, since the program's signature has their names."""
     outputs = program.graph.output_node().all_input_nodes
     for node in program.graph.nodes:
         same = None if node in outputs else _without_effect(node)
@@ -32,7 +32,7 @@ def remove_no_ops(program: ExportedProgram) -> None:
 
 
 def _without_effect(node: Node) -> Node | None:
-    """Return the input that a node returns unchanged; None if it changes something."""
+    """Return the input that a node passes on unchanged; None if the node computes something."""
     if node.target is torch.ops.aten.transpose.int:
         before = node.args[0]
         if before.target is node.target and _axes(before) == _axes(node):

@@ -1,7 +1,6 @@
-"""Shortcuts through ExecuTorch's lowering to XNNPACK. They only save time and memory: the program is the same.
-
-With dynamic lengths each pass over a graph takes seconds on one core. Passes are left out that cannot change a program
-of linear layers, dynamically quantized or not, and elementwise operations.
+"""Makes ExecuTorch's lowering to XNNPACK take less time and memory; the resulting program is the same. With dynamic
+lengths each pass over a graph takes seconds on one core. Passes that cannot change a program of linear layers
+(dynamically quantized or not) and elementwise operations are left out.
 """
 
 import copy
@@ -49,7 +48,7 @@ _LOOKS_FOR = {
     ),
     passes.RemoveRedundantCopyPass: (_EDGE._to_copy.default,),
 }
-"""For each pass, the operators of which it may change some."""
+"""Maps each pass to the operators that it may change."""
 
 
 class _SharedBytes(NamedDataStore):
@@ -72,8 +71,8 @@ class _Passes(XNNPACKPassManager):
         self.passes = [each for each in self.passes if each not in _FOR_OTHER_GRAPHS]
 
     def transform(self) -> ExportedProgram:
-        """Run the passes that may change something. Each pass builds a new graph even if it changes nothing, so passes
-        that have nothing to change are left out."""
+        """Run only the passes that may change the program, since each pass builds a new graph even if it changes
+        nothing."""
         graph = self.exported_program.graph
         targets = {node.target for node in graph.nodes}
         self.passes = [each for each in self.passes if _may_change(each, graph, targets)]
@@ -97,15 +96,16 @@ def _channels_last(node: Node) -> bool:
 
 
 def _copied_without_weights(program: ExportedProgram, _specs: list[CompileSpec]) -> ExportedProgram:
-    """Copy a program without its weights. ExecuTorch copies a delegate's program with its weights before its passes,
-    but our passes change no weight."""
+    """Copy a program without its weights. ExecuTorch copies a delegate's program with its weights before the passes,
+    but the passes that are run here change no weight."""
     weights = (*program.state_dict.values(), *program.constants.values())
     return copy.deepcopy(program, {id(weight): weight for weight in weights})
 
 
 def _sorted_in_place(module: GraphModule) -> GraphModule:
-    """Sort the graph topologically in place. For each delegate, ExecuTorch copies the whole graph in that order and
-    generates its Python code, which takes two thirds of an export of 32 layers. Only the order is needed."""
+    """Sort the graph topologically in place. For each delegate, ExecuTorch makes a sorted copy of the whole graph and
+    generates its Python code, which takes two thirds of the time of an export of 32 layers. Only the order is
+    needed."""
     stable_topological_sort(module.graph)
     return module
 

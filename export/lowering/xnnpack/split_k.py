@@ -1,17 +1,17 @@
 """Splits 4-bit linears into sums over ranges of K (split-K), so that a verify window costs little more than one row.
 
-XNNPACK's kernel multiplies up to 8 rows by 16 outputs, and reads the rows again for the next 16 outputs, while weights
-stream through the same first-level cache. Rows of more than about 6 KiB (in a cache of 48 KiB on an AMD Zen 5) are
-evicted by then. For 8-bit and float32 weights there is nothing to gain (``scripts/bench/bench_cpu_kernels.py``). The
-inputs of each range are quantized separately, which is closer to the unquantized inputs.
+XNNPACK's kernel computes 16 outputs of up to 8 rows at a time, and reads the rows again for the next 16 outputs, while
+weights stream through the same first-level cache. Rows of more than about 6 KiB (in a cache of 48 KiB on an AMD Zen 5)
+are evicted by then. For 8-bit and float32 weights there is nothing to gain (``scripts/bench/bench_cpu_kernels.py``).
+The inputs of each range are quantized separately, which is closer to the unquantized inputs.
 
-Splitting gains where the kernel waits for its rows. Elsewhere it costs, and an export on such a processor does not
-split. Without AVX-512 the kernel takes 3 rows and 1.4 times as long when split; on a Zen 4 it takes 1.1 times as long
-for four rows. Measured on a Zen 4: 2 to 8 rows take about the same time, four rows 2.4 times that of one with weights
-from memory and 3.5 times with weights that fit the second-level cache, and narrower ranges are slower still. That
-arithmetic is the limit there is inferred from these times; no hardware counter was read. The size of the first-level
-cache tells the two processors apart: 32 KiB on a Zen 4 and 48 on a Zen 5. Older Intel servers also have 32 KiB, and
-none was measured.
+Splitting helps if the kernel waits for its rows. On processors where it does not, splitting costs time, and an export
+there does not split. Without AVX-512 the kernel takes 3 rows and 1.4 times as long when split; on a Zen 4 it takes 1.1
+times as long for four rows. Measured on a Zen 4: 2 to 8 rows take about the same time, four rows 2.4 times that of one
+with weights from memory and 3.5 times with weights that fit the second-level cache, and narrower ranges are slower
+still. These times suggest that arithmetic is the limit there; no hardware counter was read. The two processors are
+distinguished by the size of the first-level cache: 32 KiB on a Zen 4 and 48 on a Zen 5. Older Intel servers also have
+32 KiB, and none was measured.
 """
 
 from collections import defaultdict
@@ -25,10 +25,10 @@ from eagle3.export.speculator.tensor_files import contiguous_beside
 from eagle3.runner.hardware.cpu_features import first_level_cache, lacks_avx512
 
 CACHED = 6 << 10
-"""The bytes of rows that stay cached, with inputs of 8 bits."""
+"""The size in bytes of 8-bit rows that stay in the first-level cache."""
 KERNEL_ROWS = 8
 SMALL_CACHE = 32 << 10
-"""The size in bytes of a first-level cache up to which nothing is split. Splitting cost time on a Zen 4; Intel's
+"""No linear is split if the first-level cache has at most this many bytes. Splitting cost time on a Zen 4; Intel's
 servers were not measured."""
 
 
@@ -50,7 +50,7 @@ class SplitLinear(nn.Module):
 
 
 def splits() -> bool:
-    """Return True if an export on this processor splits. A cache of unknown size counts as a large one."""
+    """Return True if an export on this processor splits. If the size of the cache is unknown, it splits."""
     return not lacks_avx512() and not 0 < first_level_cache() <= SMALL_CACHE
 
 
@@ -72,7 +72,8 @@ def split_wide_linears(model: nn.Module, rows: int) -> None:
 
 
 def _ends(weight: Tensor, widest: int) -> list[int]:
-    """Return the borders of the fewest and most equal ranges of whole groups; [] for a weight that is not 4-bit."""
+    """Return the ends of the ranges of K: as few ranges as possible, of whole groups and nearly equal sizes. Returns []
+    for a weight that is not 4-bit."""
     if not isinstance(weight, DynamicWeight) or weight.target_dtype != torch.int4:  # type: ignore[attr-defined]
         return []
     width, group = weight.shape[1], weight.block_size[1]
@@ -82,7 +83,7 @@ def _ends(weight: Tensor, widest: int) -> list[int]:
 
 def _columns(weight: DynamicWeight, start: int, end: int) -> nn.Parameter:
     def cut(values: Tensor) -> Tensor:
-        """Return the columns of one range: there is a code for each input, and a scale for each group."""
+        """Return the columns of one range, for codes (one per input) as well as scales (one per group)."""
         inputs = weight.shape[1] // values.shape[1]
         return contiguous_beside(values[:, start // inputs : end // inputs])
 

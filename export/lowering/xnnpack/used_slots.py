@@ -1,12 +1,10 @@
-"""The used slots of a KV cache, as a tensor that shares the cache's memory.
+"""Gives the used slots of a KV cache as a tensor that shares the cache's memory.
 
 ExecuTorch has no views of a part of a tensor, and a slice copies it. Here the part is a tensor of dynamic length that
 the memory plan places at the cache's address. While a program is traced and lowered it is ``used_slots``; in the
-finished program it is ``aten::empty``, which sets a tensor's length and writes nothing. Any of ExecuTorch's runners can
-run that.
-
-As for every cache, the order of the program decides what such a tensor holds: its node stays after the write that it
-was traced after.
+finished program it is ``aten::empty``, which sets a tensor's length and writes nothing. All of ExecuTorch's runners can
+run that. The contents of such a tensor depend on the order of operations, as for every cache: its node stays after the
+write that precedes it in the trace.
 """
 
 from typing import NamedTuple
@@ -33,13 +31,13 @@ def used_slots(cache: Tensor, head: int, count: int) -> Tensor:
 
 
 @used_slots.register_fake
-def _(cache: Tensor, head: int, count: int) -> Tensor:  # noqa: ARG001 - as the operator's
+def _(cache: Tensor, head: int, count: int) -> Tensor:  # noqa: ARG001 - as in the operator
     return cache.new_empty(1, count, cache.shape[-1])
 
 
 class InPlace(PassBase):
-    """Replaces every ``used_slots`` by a tensor of its length that nothing writes, and records the cache and head for
-    the memory plan."""
+    """Replaces every ``used_slots`` by an empty tensor of the same length, and records the cache and head for the
+    memory plan."""
 
     def call(self, graph_module: GraphModule) -> PassResult:
         graph, changed = graph_module.graph, False
@@ -48,7 +46,7 @@ class InPlace(PassBase):
                 continue
             cache, head, count = node.args
             if not isinstance(cache, Node) or cache.op != "placeholder":
-                raise RuntimeError(f"{node} is of {cache}, which is no cache of the program's")
+                raise RuntimeError(f"{node} reads {cache}, which is not a cache of the program")
             with graph.inserting_before(node):
                 sizes = [1, count, node.meta["val"].shape[2]]
                 empty = graph.call_function(exir_ops.edge.aten.empty.memory_format, (sizes,))
@@ -68,8 +66,8 @@ class Placed(NamedTuple):
     head: int
 
     def settle(self) -> None:
-        """Place the tensor, after its cache was placed. Its largest length is set to the cache's. ExecuTorch's bound is
-        larger: the sum of the largest start and the most rows."""
+        """Place the tensor, once its cache is placed. Its largest length is set to the cache's, since ExecuTorch's
+        bound is larger: the sum of the largest start and the most rows."""
         heads, slots, _, width = self.cache.shape
         self.tensor.shape = [1, min(self.tensor.shape[1], slots), width]
         self.tensor.mem_id = self.cache.mem_id
@@ -77,7 +75,7 @@ class Placed(NamedTuple):
 
 
 class CachesInPlace(MemoryPlanningPass):
-    """ExecuTorch's memory plan, with the tensors that ``InPlace`` made placed in their caches."""
+    """ExecuTorch's memory plan. It places the tensors that ``InPlace`` made inside their caches."""
 
     def __init__(self) -> None:
         super().__init__(alloc_graph_input=False, share_mutable_buffers=True)

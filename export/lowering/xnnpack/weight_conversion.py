@@ -1,6 +1,6 @@
-"""Converts each tensor of a target as it is read: XNNPACK computes in float32, or with the weights that our recipes
-quantize. Weights that another tool quantized are dequantized exactly: a code times its scale has no more bits than
-float32 holds."""
+"""Converts each tensor of a target as it is read: XNNPACK computes in float32, or with weights quantized by the recipes
+here. Weights that another tool quantized are dequantized exactly: a code times its scale has no more bits than float32
+holds."""
 
 from typing import Any
 

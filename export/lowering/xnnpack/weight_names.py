@@ -1,12 +1,11 @@
-"""Names quantized weights by codes and scales, because XNNPACK's packed weights are one cache for a process, keyed by
+"""Names quantized weights by codes and scales, because a process has one cache of XNNPACK's packed weights, keyed by
 name.
 
 ExecuTorch 1.5 names a weight by its codes alone, although scales are packed with them. Of two weights with equal codes
 and different scales, in one artifact or in two of a process, the one that loads second would compute with the first
-one's scales. Equal codes would also share one buffer in the file, and a name is found by the buffer's address. So the
-scales' hash is also appended to the codes, where nothing reads it.
-
-A weight of several methods is packed, hashed and copied only for the first of them.
+one's scales. Equal codes would also share one buffer in the file, and the runtime finds a name by the buffer's address.
+So the hash of the scales is also appended to the codes, after the bytes that are read. A weight of several methods is
+packed, hashed and copied only once.
 """
 
 import hashlib
@@ -29,7 +28,8 @@ NAMING = "executorch.backends.xnnpack.operators.node_visitor.NodeVisitor.get_ser
 
 
 class _Marked:
-    """A store that appends ``mark`` to names and data; ``added`` holds the last addition with its options."""
+    """A store of named data that appends ``mark`` to names and data. ``added`` holds the last addition with its
+    options."""
 
     def __init__(self, store: NamedDataStore, mark: bytes):
         self.store, self.mark = store, mark
@@ -42,7 +42,7 @@ class _Marked:
 
 @contextmanager
 def scales_in_names() -> Iterator[None]:
-    """Make XNNPACK's preprocessing use these names."""
+    """Make XNNPACK's preprocessing name weights by codes and scales."""
     name_and_store = original(NAMING)
     packed: dict[tuple, tuple[Tensor, Any, ConstantDataOffset]] = {}
 
@@ -75,7 +75,7 @@ def scales_in_names() -> Iterator[None]:
             finally:
                 self._named_data_store = store
             graph.constant_data[index].named_key += mark.hex()
-            if weight.dtype == quant_params.dtype:  # these are codes, which are packed unchanged
+            if weight.dtype == quant_params.dtype:  # codes are packed unchanged
                 packed[key] = weight, marked.added, graph.constant_data[index]
             return index
         _, (data, options), entry = packed[key]
@@ -88,5 +88,5 @@ def scales_in_names() -> Iterator[None]:
 
 
 def _memory(weight: Tensor) -> tuple:
-    """Return a key for a weight's memory, which is the same in each method and valid while the weight is kept."""
+    """Return a key for a weight's memory. It is the same in each method, and valid as long as the weight exists."""
     return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()

@@ -1,5 +1,5 @@
-"""Any fault in a checkpoint's files is reported in one line that names the file and what to do, not by an error of
-Python."""
+"""Any fault in a checkpoint's files is reported in one line that names the file and the remedy, not by a Python
+traceback."""
 
 import json
 import os
@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def target(tmp_path) -> Path:
-    """A copy of the shipped target to spoil."""
+    """Return a copy of the shipped target, which a test may damage."""
     return Path(shutil.copytree(TINY.checkpoint, tmp_path / "target"))
 
 
@@ -46,7 +46,7 @@ def read(folder: Path, name: str = "gemma4-tiny"):
 
 
 def refusal(call, *args) -> str:
-    """Return the line that a user would see. An error that no check of ours raises fails the test."""
+    """Return the line that a user would see. The test fails for an error that is not one of this package's refusals."""
     with pytest.raises((ValueError, OSError)) as refused:
         call(*args)
     line = one_line(refused.value)
@@ -141,7 +141,7 @@ def test_a_folder_with_weights_in_another_format_is_refused_with_what_to_do(name
     line = refusal(read_headers, tmp_path)
     assert says in line and f"{tmp_path / 'model.safetensors'} is missing" in line
     line = refusal(read, tmp_path)
-    assert says in line or "wants a Hugging Face folder" in line
+    assert says in line or "takes a Hugging Face folder" in line
 
 
 def test_an_adapter_beside_the_weights_is_refused(target):
@@ -274,7 +274,7 @@ def test_a_sliding_window_that_differs_between_layers_is_refused(target):
         ({"layer_types": ["sliding_attention"]}, "layer_types is"),
         ({"dtype": "float17"}, 'dtype is "float17"'),
         ({"per_layer_config": 7}, "per_layer_config is 7"),
-        ({"rope_parameters": {}}, "rope_parameters has nothing for sliding_attention"),
+        ({"rope_parameters": {}}, "rope_parameters has no entry for sliding_attention"),
         ({"eagle_config": 1, "draft_vocab_size": 32000}, "type --draft"),
     ],
 )
@@ -361,7 +361,7 @@ def _paths(config: dict, above: tuple[str, ...] = ()):
     ("name", "which"),
     [("gemma4-31B", "target"), ("llama3.1-8B", "target"), ("qwen3-4B", "target"), ("llama3.1-8B", "draft")],
 )
-def test_no_spoiled_field_raises_an_error_that_is_not_ours(name, which, checkpoints, tmp_path):
+def test_no_spoiled_field_raises_an_unexpected_error(name, which, checkpoints, tmp_path):
     model, folder = checkpoints(name)
     folders = {
         "target": Path(shutil.copytree(folder, tmp_path / "target")),

@@ -47,7 +47,7 @@ def text_config(folder):
 
 
 def logits(plan) -> torch.Tensor:
-    """Return our target's logits for ``TOKENS``, in forwards of the longest length that it supports."""
+    """Return the target's logits for ``TOKENS``, computed in the longest forwards that it supports."""
     target, found = eager_speculator(plan).target, []
     for positions in torch.arange(TOKENS.shape[1]).split(16):
         state, _ = target(TOKENS[:, positions], positions, ())
@@ -70,7 +70,7 @@ def qwen(tmp_path):
 
 def test_stacked_experts_in_a_checkpoint_are_read(qwen):
     model, folder = qwen
-    assert EXPERT in load_file(folder / "model.safetensors")  # one by one, as transformers saves them
+    assert EXPERT in load_file(folder / "model.safetensors")  # stored one by one, as transformers saves them
     expected = logits(planned(folder, "qwen3-30B-A3B"))
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     assert EXPERT not in load_file(folder / "model.safetensors")
@@ -112,7 +112,7 @@ def test_the_text_model_of_a_multimodal_llama_4_is_computed_as_transformers_does
     plan = planned(tmp_path / "target", "llama4-maverick")
     assert preflight(plan, Progress())["target"]["tokens"] > 2 * 24
     assert plan.sliding_window == 24
-    without_images(model.language_model)  # in transformers 5.24.0 it raises without
+    without_images(model.language_model)  # transformers 5.24.0 raises an error without this field
     torch.testing.assert_close(logits(plan), model(TOKENS).logits, atol=1e-4, rtol=1e-4)
 
 

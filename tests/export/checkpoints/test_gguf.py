@@ -57,7 +57,7 @@ def plan(file):
 
 @pytest.fixture(scope="module")
 def reference(model):
-    """transformers' own model with the weights of the file, dequantized by gguf-py."""
+    """Return transformers' model with the weights of the GGUF file, dequantized by gguf-py."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for name, value in state.items():
         if name.endswith("_proj.weight") or name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -135,7 +135,7 @@ def test_on_cuda_gguf_weights_are_bit_equal_and_verify_reads_each_once(file, ref
     speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
     cuda.prepare(speculator, plan)
     target = speculator.target.model
-    assert target.lm_head.weight is target.embed_tokens.weight  # tied, and one tensor on the GPU
+    assert target.lm_head.weight is target.embed_tokens.weight  # the two are tied, and one tensor on the GPU
     state = {name.removeprefix("model."): value for name, value in reference.state_dict().items()}
     packed = [(name, value) for name, value in target.named_parameters() if isinstance(value, KQuantTensor)]
     assert len(packed) == 42

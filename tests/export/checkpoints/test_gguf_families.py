@@ -1,4 +1,4 @@
-"""GGUF files of the families that transformers' own code runs give the weights of transformers' own loader."""
+"""GGUF files of families that transformers' code computes give the weights that transformers' loader reads."""
 
 from pathlib import Path
 
@@ -56,7 +56,8 @@ def test_gguf_weights_equal_those_that_transformers_reads(target, tmp_path):
         plan, EagerAttention, torch.float32, xnnpack.conversion(plan)
     ).target.causal_lm.state_dict()
     others = {}
-    if target != "mistral-7B":  # whose files are Llama's, of which transformers' loader makes a Llama
+    # Mistral's files have Llama's architecture, and transformers' loader makes a Llama from them.
+    if target != "mistral-7B":
         others = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
     assert others.keys() <= loaded.keys()
     assert target == "mistral-7B" or len(others) >= 6 * 6

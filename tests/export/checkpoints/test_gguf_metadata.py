@@ -103,7 +103,7 @@ def test_gguf_metadata_that_agrees_with_the_config_is_accepted(target, fields, t
     ],
 )
 def test_gguf_metadata_that_disagrees_with_the_config_is_refused_with_both_values(target, fields, says, tmp_path):
-    if says is None:  # what llama.cpp takes without the key is what config.json has
+    if says is None:  # without the key llama.cpp uses the value that config.json has
         planned(target, tmp_path, fields)
         return
     assert says.format(config=tmp_path / "config.json", folder=tmp_path) in refusal(target, tmp_path, fields)
@@ -211,7 +211,7 @@ def test_a_short_gguf_embedding_of_another_family_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("own", "files", "says"),
     [
-        ("A", {}, "brings a chat template, which is not read, and {folder} has none"),
+        ("A", {}, "has a chat template, which is not read, and {folder} has none"),
         ("A", {"chat_template.jinja": "A"}, None),
         ("A", {"chat_template.jinja": "B"}, "the chat template of {folder} is used"),
         ("A", {"tokenizer_config.json": json.dumps({"chat_template": "B"})}, "the chat template of {folder} is used"),

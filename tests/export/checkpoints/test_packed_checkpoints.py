@@ -35,7 +35,7 @@ CASES = sorted({str(path.parent.relative_to(GOLDEN)) for path in GOLDEN.glob("*/
 
 
 def golden(case: str) -> tuple[TorchAOBaseTensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return our weight, the tool's own dense weight, and the parts that the tool packed."""
+    """Return the weight as it is read here, the tool's own dense weight, and the parts that the tool packed."""
     source = open_source(GOLDEN / case)
     ((name, weight),) = source.tensors()
     expected = load_file(GOLDEN / case / "dense.safetensors")

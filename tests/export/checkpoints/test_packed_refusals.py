@@ -144,7 +144,7 @@ def scheme(**weights):
         ({"quant_method": "fp8"}, "weight_block_size None, but fp8 is read in blocks alone, such as [128, 128]"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
         ({"quant_method": ["gptq"]}, "quant_method ['gptq']"),
-        ([4], "quantization_config is [4], of which transformers makes no model"),
+        ([4], "quantization_config is [4], from which transformers cannot build a model"),
         (scheme(group_size=[64]), "group_size [64]"),
         (scheme() | {"config_groups": {"a": scheme()["config_groups"]["group_0"] | {"targets": ["re:("]}}}, '["re:("]'),
         (scheme(num_bits=3), "group_0 of config_groups has num_bits 3, but must have 4 or 8 to be read"),

@@ -24,12 +24,12 @@ from eagle3.export.planning.tensors import check_draft
 
 
 def every_other(value: Tensor) -> Tensor:
-    """Return the same numbers as a view with other numbers between them."""
+    """Return a view of the same numbers, with other numbers between them in its storage."""
     return torch.stack((value, torch.zeros_like(value)), -1)[..., 0]
 
 
 def behind_another(value: Tensor) -> Tensor:
-    """Return the same numbers, contiguous, in a storage that begins with other numbers."""
+    """Return a contiguous copy in a storage that begins with other numbers."""
     return torch.cat((torch.zeros_like(value).flatten(), value.flatten()))[value.numel() :].view(value.shape)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint written by ExecuTorch's ``quantize_and_save`` loads without another quantization."""
+"""A checkpoint written by ExecuTorch's ``quantize_and_save`` is not quantized again."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ TINY = TARGETS["gemma4-tiny"]
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory) -> Path:
-    """The folder of gemma4-tiny's target, quantized and written as by ExecuTorch's script."""
+    """The folder of gemma4-tiny's target, quantized and saved as ExecuTorch's script does it."""
     folder = tmp_path_factory.mktemp("quantized")
     tied = {"embed_tokens.weight": ("lm_head.weight", True)}
     pairs = iter_checkpoint(str(TINY.checkpoint), key_map=_hf_to_model_key, convert=identity, tie_map=tied)

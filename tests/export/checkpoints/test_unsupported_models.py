@@ -47,7 +47,7 @@ def test_a_class_that_does_not_generate_text_is_refused(tmp_path):
 
 
 def test_a_layer_that_computes_its_own_mask_is_refused(tmp_path):
-    """Doge computes a mask that weighs the positions; our attention would leave it out."""
+    """Doge computes a mask that weighs the positions, which the attention of an export would leave out."""
     fields = SIZE | {"hidden_size": 64, "num_attention_heads": 4}
     assert "attention_mask" in refusal(CONFIG_MAPPING["doge"](**fields), tmp_path)
     module = torch.nn.Module()

@@ -35,7 +35,8 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1
 
 
 def around(model_type: str, **text) -> dict:
-    """Return the fields of a text model within a multimodal configuration that does not mention the lm_head."""
+    """Return the fields of a multimodal configuration around a text model; the outer part does not mention the
+    lm_head."""
     fields = transformers.CONFIG_MAPPING[model_type](**text).to_dict()
     del fields["tie_word_embeddings"]
     return fields
@@ -88,7 +89,7 @@ def change(folder: Path, tensors: dict[str, Tensor | None]) -> None:
     save_file({name: value for name, value in every.items() if value is not None}, file, {"format": "pt"})
 
 
-# Idefics 3 is refused by the twin: its image tower reads its own values while it is made on the meta device.
+# The twin check refuses Idefics 3: its image tower reads its own values while it is made on the meta device.
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "idefics3"])
 def test_a_published_checkpoints_tokens_equal_transformers(name, tmp_path):
@@ -102,8 +103,8 @@ def test_a_published_checkpoints_tokens_equal_transformers(name, tmp_path):
 
 
 def further_layer(folder: Path, layer: int, stem: str = "model.layers") -> dict[str, Tensor]:
-    """Return the tensors of an MTP layer as DeepSeek V3 and GLM-4.5 store it: a copy of the last layer's, and four of
-    its own."""
+    """Return the tensors of an MTP layer as DeepSeek V3 and GLM-4.5 store it: copies of the last layer's tensors, and
+    four further ones."""
     last = {name: value for name, value in load_file(folder / "model.safetensors").items() if ".layers.3." in name}
     made = {name.replace(".layers.3.", f".layers.{layer}."): value.clone() for name, value in last.items()}
     own = {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,), "shared_head.norm": (64,)}
@@ -116,7 +117,7 @@ def test_an_mtp_layer_in_a_checkpoint_is_ignored(name, tmp_path):
     model = saved(name, tmp_path)
     before = planned(tmp_path)
     further = further_layer(tmp_path, 4)
-    further["model.layers.4.eh_proj.weight"].fill_(float("nan"))  # it is not so much as looked at
+    further["model.layers.4.eh_proj.weight"].fill_(float("nan"))  # its values are never read
     change(tmp_path, further)
     plan = planned(tmp_path)
     assert plan.target_headers == before.target_headers
@@ -136,7 +137,8 @@ def test_layers_that_transformers_lists_as_ignored_are_ignored(tmp_path):
 
 
 def test_a_layer_listed_as_ignored_for_another_model_size_is_refused(tmp_path):
-    """A class lists a layer for each published size: in the larger one the smaller one's is a layer like any other."""
+    """A class lists a layer for each published size. In the larger model, the layer listed for the smaller one is an
+    ordinary layer."""
     from eagle3.export.planning.unread import unread
     from eagle3.targets.decoder_layers import skeleton
 
@@ -223,7 +225,7 @@ def test_a_dynamic_rope_without_a_fixed_alpha_is_refused(rope, tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="rope_type dynamic is not supported"):
         read_target_config(tmp_path, "auto")
-    transformers.LlamaConfig(**ALL, rope_parameters=ALPHA).save_pretrained(tmp_path)  # whose class knows no alpha
+    transformers.LlamaConfig(**ALL, rope_parameters=ALPHA).save_pretrained(tmp_path)  # its class has no alpha
     with pytest.raises(ValueError, match="rope_type dynamic is not supported"):
         read_target_config(tmp_path, "auto")
 

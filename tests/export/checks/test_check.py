@@ -78,13 +78,13 @@ def test_a_token_that_differs_from_the_eager_modules_is_named(speculator, plan, 
     said = check._tried(artifact, prompts)["generations"][0]["token_ids"]
     assert compare_tokens(speculator, prompts[0], said, 64) == 0
     wrong = [*said[:5], (said[5] + 1) % 2048, *said[6:]]
-    with pytest.raises(ValueError, match=f"at position {len(prompts[0]) + 5}, the module"):
+    with pytest.raises(ValueError, match=f"at position {len(prompts[0]) + 5}, the eager module"):
         compare_tokens(speculator, prompts[0], wrong, 64)
 
 
 @pytest.mark.parametrize("linear", ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"])
 def test_a_wrong_linear_is_more_than_a_near_tie_of_quantized_activations(quantized, linear):
-    """A linear whose rows are in a wrong order is found."""
+    """The check finds a linear whose rows are in a wrong order."""
     speculator, pairs = quantized
     for prompt, said in pairs:
         compare_tokens(speculator, prompt, said, 64, near_tie("8da4w"))
@@ -115,7 +115,7 @@ def random_weights(tmp_path_factory):
 
 
 def test_the_tolerance_is_the_effect_of_quantized_activations_on_this_models_logits(quantized, random_weights, plan):
-    """Chunks are compared with steps, which round as differently as a lowering does."""
+    """Chunks are compared with steps, whose rounding differs as much as that of a lowering."""
     speculator, own, tie, *_ = random_weights
     assert near_tie("8da4w") < tie < 0.3
     margins = []
@@ -233,7 +233,7 @@ def test_an_export_with_nan_weights_fails_before_tracing(which, name, tmp_path):
 
 
 def test_a_random_head_gets_the_warning_after_a_real_export(tmp_path):
-    """Export and check a random head on the real target, the case for which the warning is made."""
+    """Export and check a random head on the real target, the case that the warning is for."""
     from transformers import AutoConfig
 
     from eagle3.runner.rounds.loop import complete
@@ -253,7 +253,7 @@ def test_the_warning_for_a_head_names_its_rope_and_the_command_that_measures_it(
     lines = check.likely_causes(plan, plan.checkpoint, 0.01)
     (rope,) = [line for line in lines if "RoPE" in line]
     assert f"({base:.10g})" in rope and f"type --draft-rope-theta {named}" in rope
-    assert lines[-1] == f"which of them it is, eagle3-fit {plan.checkpoint} {plan.draft.folder} measures"
+    assert lines[-1] == f"to measure which of them it is: eagle3-fit {plan.checkpoint} {plan.draft.folder}"
 
 
 def test_the_warning_does_not_suggest_a_measurement_that_is_impossible(plan):

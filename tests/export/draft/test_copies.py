@@ -19,7 +19,8 @@ BOTH = ("embed_tokens", "lm_head")
 
 @pytest.fixture
 def pair(checkpoints, tmp_path):
-    """A target's folder, and a function that makes a DSpark for it with tables of its own or the target's."""
+    """A target's folder, and a function that makes a DSpark head for it with its own tables or copies of the
+    target's."""
 
     def make(name: str, **given):
         model, folder = checkpoints(name)
@@ -39,11 +40,11 @@ def plan_of(name: str, folder, head, **flags):
 
 @pytest.mark.parametrize("name", ["llama3.1-8B", "qwen3-4B", "gemma4-31B", "gemma3-27B"])
 def test_copies_of_the_targets_tables_are_left_out_without_changing_the_head(name, pair, monkeypatch):
-    """The cases have tied and untied embeddings, and targets with and without scaled rows."""
+    """The cases are tied and untied embeddings, and targets with and without a scale of the embedding."""
     folder, head = pair(name)
     plan = plan_of(name, folder, head)
     assert plan.draft.copies == BOTH and plan.draft.shares_lm_head and not plan.draft.has_embedding
-    assert draft_text(plan).endswith("(its embed_tokens and lm_head: the target's, a copy)")
+    assert draft_text(plan).endswith("(its embed_tokens and lm_head: copies of the target's)")
     monkeypatch.setattr("eagle3.export.planning.plan.without_copies", lambda draft, *_: draft)
     whole = plan_of(name, folder, head)
     assert whole.draft.has_embedding and not whole.draft.copies

@@ -51,7 +51,7 @@ def test_a_dflash_block_is_the_same_after_a_rollback(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_fused_round_does_not_attend_to_rows_of_a_rejected_window(name):
-    """``accepted`` gives the last accepted row; the rows after it are of rejected tokens."""
+    """``accepted`` is the last accepted row; the rows after it hold rejected tokens."""
     case, start = Case(name), 0
     for number, anchor in enumerate(case.golden["anchors"].tolist()):
         end = min(anchor + case.chain_len, 32)
@@ -148,8 +148,8 @@ def test_a_head_in_z_labs_form_gives_the_same_states(tmp_path):
     ],
 )
 def test_z_labs_first_heads_scale_the_embedding_like_the_target(source, own, factor, tmp_path):
-    """This concerns heads for Gemma 4, whose embedding is scaled by the square root of its width. DFlash2's code does
-    not scale it."""
+    """The heads are for Gemma 4, which scales its embedding by the square root of its width. DFlash2's code does not
+    scale it."""
     config = json.loads((GOLDEN / source / "config.json").read_text())
     sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     own = own | {key: config[key] for key in sizes if key in config}
@@ -169,7 +169,7 @@ def test_z_labs_first_heads_scale_the_embedding_like_the_target(source, own, fac
 @pytest.mark.parametrize(
     ("keys", "causal"),
     [
-        ({}, (True, False)),  # sliding layers see backwards
+        ({}, (True, False)),  # rows of sliding layers attend backwards only
         ({"is_causal": False}, (False, False)),
         ({"is_causal": True}, (True, True)),
         ({"own": {"causal": False, "input_embedding_scale": 3.0, "block_size": 5}}, (False, False)),
@@ -189,7 +189,7 @@ def test_sliding_layers_of_z_labs_heads_equal_their_formulas(keys, causal, tmp_p
     ("source", "keys", "tokens", "first"),
     [
         ("dspark", {}, 5, 0),  # without the key, as many proposals as the block has rows
-        ("dspark", {}, 4, 1),  # of before the anchor's row was trained
+        ("dspark", {}, 4, 1),  # from a version that did not train the anchor's row
         ("dspark", {}, 3, 1),
         ("dspark", {"sample_from_anchor": True}, 4, 0),
         ("dflash_full", {}, 4, 1),

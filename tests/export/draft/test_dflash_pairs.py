@@ -141,7 +141,7 @@ def test_a_block_of_16_rows_uses_the_small_m_kernels_on_cuda(tmp_path):
 
 
 def test_every_linear_of_an_xpress_uses_the_small_m_kernels_on_cuda(tmp_path):
-    """Its table of tokens is an 8-bit embedding."""
+    """The table of tokens of its refiner is an 8-bit embedding."""
     save_random_xpress(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), rank=256, block=16, layer=SLIDING_20)
     for chain_len in (3, 15):
         counted = linears_on_cuda(tmp_path, chain_len, (DRAFT_DECODE,))[DRAFT_DECODE]
@@ -172,7 +172,8 @@ def wide_target(folder: Path):
 
 
 def linears_on_cuda(folder: Path, chain_len: int, methods: tuple[str, ...]) -> dict[str, dict[str, int]]:
-    """Return by method what the quantized linears of the target and the head in ``folder`` take."""
+    """Return for each method the operators that compute the quantized linears of the target and the head in ``folder``,
+    with their number."""
     flags = {"draft_qlinear": "default", "speculate": True, "chain_len": chain_len, "max_prefill": None}
     plan = plan_of(folder, "head", **flags)
     speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))

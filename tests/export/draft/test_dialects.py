@@ -77,12 +77,12 @@ def test_a_head_gives_the_same_numbers_in_every_dialect(dialect, pickled, tmp_pa
     tensors = random_head()
     expected = run(write(tmp_path / "speculators", "speculators", tensors))
     if dialect == "safeailab":
-        del tensors["embed_tokens.weight"]  # as SafeAILab does: the target's is the same
+        del tensors["embed_tokens.weight"]  # as in SafeAILab's files, whose embedding is the target's
     folder = write(tmp_path / "head", dialect, tensors, pickled)
     draft = read_draft(folder)
     assert draft.dialect == dialect
     taps, *given = run(folder)
-    assert taps == ((2, 6, 9) if dialect == "safeailab" else (1, 3, 4))  # SafeAILab's files name none
+    assert taps == ((2, 6, 9) if dialect == "safeailab" else (1, 3, 4))  # SafeAILab's files name no taps
     for value, wanted in zip(given, expected[1:], strict=True):
         torch.testing.assert_close(value, wanted, atol=1e-5, rtol=1e-5)
     assert check_draft(draft, 3)["logits"] < 1e-4
@@ -254,7 +254,7 @@ def test_each_variant_of_a_head_equals_its_formulas(name, tmp_path):
     check_pair(draft, TARGET, taps.layers)
     compared = check_draft(draft, len(taps.layers))
     assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
-    *_, logits, _ = run(folder)  # its own weights load and give numbers
+    *_, logits, _ = run(folder)  # the unchanged file loads and gives finite numbers
     assert logits.isfinite().all()
 
 
@@ -281,9 +281,9 @@ def test_the_residual_flag_overrides_the_checkpoint(tmp_path):
     ("dialect", "ids", "taps", "doubt"),
     [
         ("specforge", [0, 2, 3], (1, 3, 4), True),
-        ("specforge", [1, 5, 8], (2, 6, 9), False),  # every output convention's default
-        ("specforge", [2, 6, 9], (2, 6, 9), False),  # every input convention's
-        ("modelopt", [4, 8, 12], (4, 8, 12), False),  # no layer 12 to have an output
+        ("specforge", [1, 5, 8], (2, 6, 9), False),  # the default in every dialect that means outputs
+        ("specforge", [2, 6, 9], (2, 6, 9), False),  # the default in every dialect that means inputs
+        ("modelopt", [4, 8, 12], (4, 8, 12), False),  # there is no layer 12, so the ids mean inputs
         ("nemo", [1, 5, 8], (2, 6, 9), False),
         ("nemo", [2, 5, 8], (3, 6, 9), True),
         ("angelslim", [2, 5, 8], (2, 5, 8), True),
@@ -301,12 +301,14 @@ def test_the_dialect_decides_the_meaning_of_layer_ids_unless_the_ids_themselves_
 def test_a_deepspec_head_is_read_with_its_chain_length_and_target(tmp_path):
     draft = read_draft(write(tmp_path / "head", "deepspec", target_layer_ids=[4, 8, 11]))
     assert (draft.chain_len, draft.verifier) == (7, "Qwen/Qwen3-8B")
-    assert choose_taps(draft, TARGET, None, None).layers == (5, 9, 12)  # outputs, whatever they look like
+    assert choose_taps(draft, TARGET, None, None).layers == (5, 9, 12)  # always outputs
 
 
 def test_deepspec_heads_of_other_layers_are_refused_by_name(tmp_path):
     two = write(tmp_path / "two", "deepspec", num_hidden_layers=2)
-    assert "num_hidden_layers is 2, but DeepSpec's own evaluation takes heads of one layer" in refusal(read_draft, two)
+    assert "num_hidden_layers is 2, but DeepSpec's own evaluation takes only heads of one layer" in refusal(
+        read_draft, two
+    )
     named = write(tmp_path / "named", "deepspec", architectures=["Gemma4Eagle3Model"], model_type="gemma4_text")
     assert "lacks layers.0.pre_feedforward_layernorm.weight: EAGLE-3 heads with Gemma 4's" in refusal(read_draft, named)
     more = {"layers.0.pre_feedforward_layernorm.weight": torch.ones(HIDDEN)}
@@ -315,7 +317,7 @@ def test_deepspec_heads_of_other_layers_are_refused_by_name(tmp_path):
     experts = shutil.copytree(GOLDEN / "gemma4_deepspec", tmp_path / "experts")
     config = json.loads((experts / "config.json").read_text())
     (experts / "config.json").write_text(json.dumps(config | {"enable_moe_block": True}))
-    assert "layers with experts or with inputs of their own" in refusal(read_draft, experts)
+    assert "layers with experts or with per-layer inputs" in refusal(read_draft, experts)
 
 
 @pytest.mark.parametrize("case", ["gemma4_deepspec", "gemma4_deepspec_values"])
@@ -417,9 +419,9 @@ def refusal(call, *args) -> str:
             "safeailab",
             random_head(),
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5e5},
-            "rope_theta beside a linear rope_scaling is 500000.0, which SafeAILab's code takes no notice of",
+            "rope_theta beside a linear rope_scaling is 500000.0, which SafeAILab's code ignores",
         ),
-        ("specforge", random_head(), {"partial_rotary_factor": 0.5}, "which SpecForge's code takes no notice of"),
+        ("specforge", random_head(), {"partial_rotary_factor": 0.5}, "which SpecForge's code ignores"),
         ("specforge", random_head(), {"rope_scaling": YARN | {"truncate": False}}, "truncate is False"),
         ("angelslim", random_head(), {"logit_scale": 0}, "logit_scale is 0"),
         ("angelslim", random_head(), {"architectures": "Eagle3LlamaForCausalLM"}, "architectures"),
@@ -442,7 +444,7 @@ def test_a_head_with_a_nan_weight_is_refused(tmp_path):
 META = torch.ones(2, 2, device="meta")
 
 
-def test_a_pickle_that_wants_to_run_code_is_refused(tmp_path):
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
     folder = write(tmp_path / "head", "safeailab", pickled=True)
 
     class Evil:

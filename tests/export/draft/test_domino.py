@@ -39,7 +39,8 @@ def renamed(name: str, folder, prefix: str):
 @pytest.mark.parametrize("prefix", ["", "logit_head.", "model.", "model.logit_head."])
 @pytest.mark.parametrize("named", ["DominoDraftModel", "DFlashDraftModel"])
 def test_a_domino_is_read_by_its_projector_type_whatever_its_class_and_prefix(named, prefix, tmp_path):
-    """SpecForge names the class Domino, the authors and ModelOpt DFlash. Early checkpoints had a ``logit_head``."""
+    """SpecForge names the class after Domino, the authors and ModelOpt after DFlash. Early checkpoints had a
+    ``logit_head``."""
     head = changed(renamed("domino", tmp_path / "named", prefix), tmp_path / "head", {"architectures": [named]})
     case = Case(head)
     assert read_whole(head).kind == DOMINO
@@ -66,17 +67,17 @@ def test_a_dominos_anchor_row_proposes_only_with_shifted_labels():
 @pytest.mark.parametrize(
     ("own", "keys", "says"),
     [
-        ({"projector_type": "dspark"}, {}, "projector_type is 'dspark', which is not read in a Domino head"),
-        ({"projector_type": "dflash"}, {}, "projector_type is 'dflash', which is not read in a Domino head"),
+        ({"projector_type": "dspark"}, {}, "projector_type is 'dspark', which is not supported in a Domino head"),
+        ({"projector_type": "dflash"}, {}, "projector_type is 'dflash', which is not supported in a Domino head"),
         (
             {"projector_type": "causal_v5"},
             {"architectures": ["DFlashDraftModel"]},
-            "projector_type is 'causal_v5', a head of the DFlash family that is not read",
+            "projector_type is 'causal_v5', an unsupported head of the DFlash family",
         ),
         (
             {},
             {"architectures": ["DFlash2DraftModel"]},
-            "projector_type is 'domino', which is not read in a DFlash2 head",
+            "projector_type is 'domino', which is not supported in a DFlash2 head",
         ),
         ({"projector_type": None}, {"architectures": ["DFlashDraftModel"]}, "shift_label is true in a DFlash head"),
         ({"shift_label": None}, {}, "has no shift_label"),
@@ -90,9 +91,9 @@ def test_a_dominos_anchor_row_proposes_only_with_shifted_labels():
         ({"gru_hidden_dim": 16}, {}, "weight_ih_l0.weight is [72, 64], but config.json implies [48, 64]"),
         ({"emb_dim": 9}, {}, "emb_dim is 8, but 9 in dflash_config"),
         ({"emb_dim": 9}, {"emb_dim": 9}, "embed_proj.0.weight is [8, 88], but config.json implies [9, 88]"),
-        ({"output_multiplier": 0.5}, {}, "output_multiplier is 0.5, which no code of a Domino knows"),
-        ({}, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which no code of a Domino knows"),
-        ({}, {"input_embedding_scale": 8.0}, "input_embedding_scale is 8.0, which no code of a Domino knows"),
+        ({"output_multiplier": 0.5}, {}, "output_multiplier is 0.5, a key that no code for Domino has"),
+        ({}, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, a key that no code for Domino has"),
+        ({}, {"input_embedding_scale": 8.0}, "input_embedding_scale is 8.0, a key that no code for Domino has"),
         ({"selector_rank": 8}, {}, "dflash_config has selector_rank"),
     ],
 )
@@ -104,12 +105,16 @@ def test_a_domino_configuration_that_contradicts_itself_or_the_tensors_is_refuse
 @pytest.mark.parametrize(
     ("name", "keys", "says"),
     [
-        ("domino_speculators", {"shift_label": False}, "speculators' Domino would see the tokens that it proposes"),
+        (
+            "domino_speculators",
+            {"shift_label": False},
+            "the Domino of speculators would attend to the tokens that it proposes",
+        ),
         ("domino_speculators", {"sample_from_anchor": False}, "shift_label is True, but sample_from_anchor is not"),
         (
             "domino_speculators",
             {"projector_type": "x"},
-            "projector_type is 'x', a head of the DFlash family that is not read",
+            "projector_type is 'x', an unsupported head of the DFlash family",
         ),
         ("domino_speculators", {"projector_type": None, "shift_label": None}, "a DFlash with its config.json has no"),
         ("domino_speculators", {"projector_type": "dflash"}, "shift_label is true in a DFlash head"),
@@ -118,7 +123,7 @@ def test_a_domino_configuration_that_contradicts_itself_or_the_tensors_is_refuse
             {"projector_type": "domino", "sample_from_anchor": None},
             "lacks domino_head.prefix_gru.weight_ih_l0",
         ),
-        ("dspark", {"projector_type": "domino"}, "projector_type is 'domino', which is not read in a DSpark head"),
+        ("dspark", {"projector_type": "domino"}, "projector_type is 'domino', which is not supported in a DSpark head"),
     ],
 )
 def test_a_domino_of_speculators_that_contradicts_itself_is_refused(name, keys, says, tmp_path):

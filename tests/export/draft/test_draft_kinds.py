@@ -68,7 +68,7 @@ def test_a_peagle_proposes_speculators_tokens_in_one_forward(case, max_seq_len):
     features = head.fuse(golden["taps"].chunk(3, dim=-1))
     tokens, slots = golden["tokens"], torch.arange(12)
     with torch.no_grad():
-        for rows in slots.split(draft_rows(draft, 4) or 2):  # as many as fit a window beside the mask rows
+        for rows in slots.split(draft_rows(draft, 4) or 2):  # the rows that fit a window beside the mask rows
             logits, _ = head(tokens[:, rows], features[:, rows], rows)
             torch.testing.assert_close(logits[0, : len(rows)], golden["logits"][rows], **CLOSE)
     torch.testing.assert_close(logits[0, len(rows) :], golden["logits"][12:], **CLOSE)
@@ -157,7 +157,7 @@ def test_a_peagle_without_a_mask_token_or_an_embedding_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("dialect", "keys", "mask_shape"),
     [
-        ("specforge", {"ptd_token_id": VOCAB - 1}, (1, 3 * HIDDEN)),  # Amazon's: an EAGLE-3's architectures
+        ("specforge", {"ptd_token_id": VOCAB - 1}, (1, 3 * HIDDEN)),  # Amazon's, with an EAGLE-3's architectures
         ("nemo", {"parallel_drafting": True, "mask_token_id": VOCAB - 1}, (1, 1, 3 * HIDDEN)),
         ("specforge", {"architectures": ["PEagleDraftModel"], "mask_token_id": VOCAB - 1}, (1, 1, 3 * HIDDEN)),
     ],
@@ -189,7 +189,7 @@ def test_a_lora_for_the_target_beside_a_head_is_reported(tmp_path):
 # --- NeMo's EAGLE 1
 
 OF_NEMO = {"architectures": ["LlamaEagleDraftModel"], "draft_vocab_size": None, "draft_num_hidden_layers": 1}
-OF_NEMO |= {"eagle_config": None, "num_hidden_layers": 12}  # its target's depth
+OF_NEMO |= {"eagle_config": None, "num_hidden_layers": 12}  # the target's depth
 
 
 def nemos(folder: Path, tensors=None, **keys) -> Path:
@@ -219,7 +219,8 @@ def test_nemos_eagle_head_feeds_back_and_scores_the_normed_state(model_type, tmp
 
 
 def _nemos_states(weights, shared, tokens, states):
-    """Compute the states by the formulas of ``LlamaEagleDraftModel``: 4 heads and 2 heads of keys, of width 16."""
+    """Compute the states by the formulas of ``LlamaEagleDraftModel``, with 4 query heads and 2 key heads of width
+    16."""
 
     def normed(x, name):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]

@@ -98,10 +98,10 @@ def test_a_vocabulary_map_that_contradicts_itself_is_refused(change, says, head)
 def test_a_vocabulary_map_beyond_the_targets_ids_or_with_a_repeated_id_is_refused(draft_id, target_id, ids, head):
     folder = head()
     tensors, _ = ids_of(folder)
-    del tensors["t2d"]  # which would show it too
+    del tensors["t2d"]  # since t2d would show the fault too
     tensors["d2t"][draft_id] = target_id - draft_id
     save_file(tensors, folder / "model.safetensors")
-    assert f"d2t maps draft ids to {ids} them twice, but must hit 0..95 once each" in refusal(folder)
+    assert f"d2t maps draft ids to {ids} them twice, but must map to different ids in 0..95" in refusal(folder)
 
 
 def test_a_vocabulary_map_that_may_hold_ids_or_offsets_is_refused(head):
@@ -110,7 +110,7 @@ def test_a_vocabulary_map_that_may_hold_ids_or_offsets_is_refused(head):
     del tensors["t2d"]
     save_file(tensors | {"d2t": torch.arange(48)}, folder / "model.safetensors")  # ids 0 to 47, or offsets of even ids
     draft = read_draft(folder)
-    with pytest.raises(ValueError, match="could be ids as well as offsets"):
+    with pytest.raises(ValueError, match="could hold ids or offsets"):
         check_vocabulary_map(draft, 96)
 
 

@@ -1,4 +1,4 @@
-"""The rooms of draft heads: kinds import what lies below them, and neither each other nor the registry above."""
+"""The packages of draft heads: kinds import only packages below them, and neither each other nor the registry above."""
 
 import ast
 from pathlib import Path
@@ -24,7 +24,7 @@ def height(room: str) -> int:
 
 
 def arrows(export: Path, room: str) -> set[str]:
-    """Return the other rooms that the files of a room import, inside of functions too."""
+    """Return the other packages that the files of a package import, including imports within functions."""
     found: set[str] = set()
     for file in (export / room).glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -37,12 +37,12 @@ def arrows(export: Path, room: str) -> set[str]:
 
 
 @pytest.mark.parametrize("room", rooms(ROOT / "export"))
-def test_a_room_of_draft_heads_imports_lower_rooms_alone(room):
+def test_a_package_of_draft_heads_imports_only_lower_packages(room):
     upward = [other for other in arrows(ROOT / "export", room) if height(other) >= height(room)]
     assert upward == []
 
 
-def test_an_arrow_between_two_kinds_or_upward_would_be_seen(tmp_path):
+def test_an_import_of_another_kind_or_upward_would_be_found(tmp_path):
     for room in ("draft", "draft/kinds", "draft/kinds/one", "draft/kinds/other"):
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").touch()

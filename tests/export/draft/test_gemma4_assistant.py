@@ -39,7 +39,7 @@ KINDS = {"tied": False, "ordered": True}
 
 @pytest.fixture(scope="module")
 def target():
-    """A target of transformers, whose last layers' keys an assistant uses."""
+    """A target of transformers with keys in its last layers, which an assistant uses."""
     with states_are_shared(Gemma4TextConfig):
         return random_model("gemma4-31B")
 
@@ -74,7 +74,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 class Recorded(ThreeMethods):
-    """A session that keeps the proposals of each round, by the position of its first token."""
+    """A session that records the proposals of each round, by the position of its first token."""
 
     def __init__(self, session):
         super().__init__(session)
@@ -87,7 +87,7 @@ class Recorded(ThreeMethods):
 
 def assert_same_rounds(ours: Recorded, rounds: list[list[int]], length: int) -> None:
     found = [each for position, each in ours.rounds.items() if position >= length]
-    wanted = [each for each in rounds if len(each) == 3]  # fewer where the budget ends
+    wanted = [each for each in rounds if len(each) == 3]  # the last round has fewer
     assert found[: len(wanted)] == wanted and len(wanted) > 15
 
 
@@ -124,7 +124,7 @@ def test_a_gemma4_assistant_attends_to_the_last_layers_that_store_keys(length, p
 
 
 def test_a_unified_assistant_proposes_the_tokens_of_transformers_assisted_generation(target, tmp_path):
-    """Its target is read although no table has an entry for it."""
+    """Its target has no entry in a table of families, and is read all the same."""
     keys = {key: value for key, value in target.config.to_dict().items() if key not in ("model_type", "architectures")}
     config = Gemma4UnifiedTextConfig.from_dict(keys)
     with states_are_shared(type(config)):
@@ -277,7 +277,7 @@ def test_an_assistants_epsilon_that_is_no_number_is_refused(folder, tmp_path):
 
 def test_an_assistant_config_that_transformers_rejects_is_refused_in_one_line(folder, tmp_path):
     head = changed(folder / "tied", tmp_path / "head", {"hidden_size_per_layer_input": 32})
-    assert "transformers reads no assistant of it" in refusal(read_draft, head)
+    assert "transformers cannot read it as an assistant" in refusal(read_draft, head)
 
 
 def test_gemma4_assistants_are_listed_with_published_heads():

@@ -1,4 +1,5 @@
-"""An EAGLE head has the RoPE and the windows of its trainer's code, whatever its file says; a flag overrides both."""
+"""An EAGLE head has the RoPE and the windows of its trainer's code, even if its file names others; a flag overrides
+both."""
 
 import json
 
@@ -43,9 +44,9 @@ COSYVOICE = {"architectures": ["CosyVoice3Eagle3LlamaForCausalLM"], "target_mode
         ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e4),
         (COSYVOICE | {"rope_theta": 1e6}, 1e4),
         (OF_QWEN3 | {"rope_scaling": MROPE}, 1e6),
-        (OF_QWEN3 | {"rope_scaling": MROPE | {"rope_type": "default"}}, 1e6),  # as transformers writes it again
+        (OF_QWEN3 | {"rope_scaling": MROPE | {"rope_type": "default"}}, 1e6),  # as transformers rewrites the file
         (OF_QWEN3 | {"rope_scaling": INTERLEAVED}, 1e6),
-        (OF_QWEN3 | {"rope_scaling": LLAMA3}, 1e6),  # which AngelSlim cannot have trained
+        (OF_QWEN3 | {"rope_scaling": LLAMA3}, 1e6),  # AngelSlim cannot have trained this head
         ({"rope_theta": 1e4}, 1e4),
     ],
 )
@@ -56,15 +57,15 @@ def test_angelslims_heads_have_the_rope_base_of_their_training(keys, trained, tm
     differs = "1e+06" not in str(trained) and trained != keys.get("rope_theta")
     assert len(told) == differs
     if differs:
-        assert "rope_theta is 1000000, which AngelSlim's code takes no notice of" in told[0]
+        assert "rope_theta is 1000000, which AngelSlim's code ignores" in told[0]
         assert "has base 10000, as in training; type --draft-rope-theta file" in told[0]
 
 
 @pytest.mark.parametrize(
     ("dialect", "keys", "says"),
     [
-        ("safeailab", {}, "SafeAILab's code reads it where it runs a head"),
-        ("specforge", {}, "SpecForge's code reads it since 2025-10-30 and had base 10000 before"),
+        ("safeailab", {}, "SafeAILab's code reads it when it runs a head"),
+        ("specforge", {}, "SpecForge's code has read it since 2025-10-30 and used base 10000 before"),
         (
             "angelslim",
             {"target_model_type": None, "modal_type": None},
@@ -77,7 +78,7 @@ def test_a_rope_base_that_the_file_leaves_open_is_reported_with_the_flag(dialect
     draft = read_draft(folder)
     (line,) = [line for line in draft.warnings if "rope_theta" in line]
     assert base(draft) == 1e6 and says in line
-    assert "rope_theta is 1000000, and the file cannot tell" in line and "type --draft-rope-theta 10000" in line
+    assert "rope_theta is 1000000, and the file does not show" in line and "type --draft-rope-theta 10000" in line
     for given, taken in ((1e4, 1e4), (FILE, 1e6)):
         draft = read_draft(folder, rope=RopeFlags(theta=given))
         assert base(draft) == taken and not any("rope_theta" in line for line in draft.warnings)
@@ -89,7 +90,7 @@ def test_a_head_published_by_angelslim_with_specforges_name_has_angelslims_rope_
     folder = write(tmp_path / "head", "specforge", rope_theta=1e6)
     draft = read_draft(folder, rope=RopeFlags(publisher="AngelSlim"))
     (line,) = [line for line in draft.warnings if "rope_theta" in line]
-    assert base(draft) == 1e4 and "which AngelSlim's code takes no notice of" in line
+    assert base(draft) == 1e4 and "which AngelSlim's code ignores" in line
     assert base(read_draft(folder, rope=RopeFlags(publisher="Tengyunw"))) == 1e6
     assert base(read_draft(folder, rope=RopeFlags(FILE, publisher="AngelSlim"))) == 1e6
     mrope = write(tmp_path / "mrope", "specforge", rope_theta=1e6, rope_scaling=MROPE)
@@ -181,7 +182,7 @@ def test_speculators_heads_rotate_all_dimensions_whatever_partial_rotary_factor_
     draft = read_draft(folder)
     (line,) = [line for line in draft.warnings if "partial_rotary_factor" in line]
     assert draft.layer.rope_parameters["partial_rotary_factor"] == 1.0 and check_draft(draft, 3)["logits"] < 1e-4
-    assert "partial_rotary_factor is 0.5, which speculators' code takes no notice of" in line
+    assert "partial_rotary_factor is 0.5, which speculators' code ignores" in line
     assert "type --draft-partial-rotary file" in line
     given = read_draft(folder, rope=RopeFlags(part=FILE))
     assert given.layer.rope_parameters["partial_rotary_factor"] == 0.5 and check_draft(given, 3)["logits"] < 1e-4
@@ -202,7 +203,7 @@ def test_a_partial_rotary_factor_in_the_rope_is_refused_unless_a_flag_decides(di
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     folder = write(tmp_path / "head", dialect, rope_theta=None, rope_parameters=rope)
     line = refusal(folder)
-    assert "partial_rotary_factor is 0.5, which" in line and "takes no notice of" in line
+    assert "partial_rotary_factor is 0.5, which" in line and "ignores" in line
     for given, taken in ((1.0, 1.0), (FILE, 0.5)):
         draft = read_draft(folder, rope=RopeFlags(part=given))
         assert draft.layer.rope_parameters["partial_rotary_factor"] == taken
@@ -218,7 +219,7 @@ DERIVED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 
 @pytest.mark.parametrize("dialect", ["safeailab", "specforge", "angelslim", "modelopt"])
 def test_a_window_that_only_the_configuration_class_derives_is_refused(dialect, layer, tmp_path):
     line = refusal(write(tmp_path / "head", dialect, **DERIVED | {"model_type": layer}))
-    assert "use_sliding_window is true, which" in line and "takes no notice of" in line
+    assert "use_sliding_window is true, which" in line and "ignores" in line
     for name, change in (("off", {"use_sliding_window": False}), ("later", {"max_window_layers": 28})):
         assert read_draft(write(tmp_path / name, dialect, **DERIVED | change)).windows == (0,)
     assert read_draft(tmp_path / "head", "sglang").windows == (16,)
@@ -228,7 +229,7 @@ def test_nemos_heads_have_full_attention_whatever_their_targets_layers(tmp_path)
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 6, "sliding_window": 6}
     draft = read_draft(write(tmp_path / "head", "nemo", model_type="gpt_oss", **kinds))
     assert draft.windows == (0,) and check_draft(draft, 3)["logits"] < 1e-4
-    assert any("sliding layers are its target's, as NeMo writes them" in line for line in draft.warnings)
+    assert any("NeMo copies the sliding layers from the target" in line for line in draft.warnings)
 
 
 # --- nonsense

@@ -79,7 +79,7 @@ def changed(case: str, into: Path, keys=None, tensors=None) -> Path:
 
 
 def test_copies_of_tied_weights_and_names_without_a_prefix_are_read(tmp_path):
-    """The forms are those of fms's own checkpoints, and of a tied head saved tensor by tensor."""
+    """The cases are fms's own checkpoints, and a tied head saved tensor by tensor."""
     folder = changed("tied", tmp_path / "head")
     held = load_file(folder / "model.safetensors")
     copies = {name.replace(".0.", f".{stage}."): value.clone() for name, value in held.items() for stage in (1, 2, 3)}

@@ -162,7 +162,7 @@ def test_a_targets_own_mtp_layer_equals_transformers_seeded_chained_and_rolled_b
         torch.testing.assert_close(logits, main.lm_head(expected[:, start:end]), **CLOSE)
         start = end
     rows, features = ids, states
-    for step in range(3):  # over its own features
+    for step in range(3):  # from its own features
         state, token = state[:, -1:], logits[:, -1:].argmax(-1)
         rows, features = torch.cat([rows, token], dim=1), torch.cat([features, state], dim=1)
         logits, state = head(token, state, torch.tensor([24 + step]), last=True)

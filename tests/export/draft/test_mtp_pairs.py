@@ -39,7 +39,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 class Recorded(ThreeMethods):
-    """A session that keeps the proposals of each round, by the position of its first token."""
+    """A session that records the proposals of each round, by the position of its first token."""
 
     def __init__(self, session):
         super().__init__(session)
@@ -197,11 +197,11 @@ def test_on_cuda_the_linears_of_an_mtp_head_use_the_small_m_kernels(model_type, 
         program = trace(speculator, plan.method(DRAFT_DECODE), plan.draft.hidden_size, cuda.dtype)
     counted = check_linears(DRAFT_DECODE, program)
     fused = [node for node in program.graph.nodes if "experts" in str(node.target) and node.op == "call_function"]
-    # eh_proj, the layer (of one with experts the shared one's MLP), lm_head
+    # eh_proj, the layer (for one with experts, the shared expert's MLP), lm_head
     assert counted == {"small_m": 9, "large_m": 0, "dequantize": 0} and len(fused) == (model_type == "glm4_moe")
 
 
-# --- what is chosen and said
+# --- defaults and output
 
 
 def test_draft_may_be_omitted_if_the_checkpoint_has_an_mtp_layer(glm, qwen):
@@ -245,7 +245,7 @@ def test_mtp_heads_are_listed_with_published_heads():
         ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 8, "use_sliding_window": True}, {}, "sliding"),
         ({"num_attention_heads": 8}, {}, "is [128, 64], but config.json implies [256, 64]"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "dynamic"),
-        ({}, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2, but MTP heads of one layer"),
+        ({}, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2, but only MTP heads of one layer"),
         ({}, {"transformer_layer_config": None}, "has no transformer_layer_config"),
         ({}, {"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]}, "is an MTP head in a form"),
         ({}, {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]}, "has no fc.weight"),

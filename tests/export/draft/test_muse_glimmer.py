@@ -41,7 +41,7 @@ def pair(tmp_path_factory):
     for seed, model in enumerate((target, assistant)):
         randomize(model.requires_grad_(False), seed=seed)
     target.save_pretrained(folder / "target")
-    assistant.config.vocab_size = TOKENS  # not in published ones, of which Muse Glimmer's own is known
+    assistant.config.vocab_size = TOKENS  # Published configurations lack it; only Muse Glimmer's own is known.
     assistant.save_pretrained(folder / "assistant")
     return target, assistant, folder
 
@@ -54,7 +54,7 @@ def session(pair):
 
 
 class Recorded(ThreeMethods):
-    """A session that keeps the proposals of every round, but not those after a part of the prompt."""
+    """A session that records the proposals of every round, except those after a part of the prompt."""
 
     def __init__(self, session, prompt: list[int]):
         super().__init__(session)

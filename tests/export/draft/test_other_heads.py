@@ -1,4 +1,4 @@
-"""A head of an unsupported kind or form, and a checkpoint that is no head, are refused in one line that names them."""
+"""A head of an unsupported kind or form, and a checkpoint that is no head, are refused in one line that says so."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ LLAMA = FLAT | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}
 
 
 def save(folder: Path, config: dict, *names: str, file: str = "model.safetensors") -> Path:
-    """Write a checkpoint of tensors with these names; without names, the file must not be opened."""
+    """Write a checkpoint of tensors with these names. Without names the file is invalid, so that opening it fails."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     if names:
@@ -53,10 +53,10 @@ def test_a_griffin_head_is_refused_by_its_fusion(tmp_path):
 def test_an_independent_draft_model_is_refused(tmp_path):
     small = save(tmp_path / "small", LLAMA, "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight")
     line = refusal(read_draft, small)
-    assert f"if it is the target, type --checkpoint {small}; independent models are not drafted with" in line
+    assert f"if it is the target, type --checkpoint {small}; independent draft models are not supported" in line
     pard = save(tmp_path / "pard", LLAMA | {"pard_token": 5}, "model.layers.0.self_attn.q_proj.weight")
     line = refusal(read_draft, pard)
-    assert f"{pard} is a PARD model (pard_token in config.json): independent models are not drafted with" in line
+    assert f"{pard} is a PARD model (pard_token in config.json): independent draft models are not supported" in line
     assert read_draft(write(tmp_path / "head", "sglang", pard_token=5)).kind == "EAGLE-3"
 
 
@@ -65,7 +65,7 @@ def test_an_independent_draft_model_is_refused(tmp_path):
 
 @pytest.mark.parametrize("layer", ["model.layers.0.", "model.layers.61."])
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLMNextN", "DeepseekV3ForCausalLM"])
-def test_an_export_of_the_mtp_layer_alone_asks_for_its_target(layer, architecture, tmp_path):
+def test_an_export_of_only_the_mtp_layer_asks_for_its_target(layer, architecture, tmp_path):
     config = {"model_type": "deepseek_v3", "architectures": [architecture], "num_hidden_layers": 61}
     names = [f"{layer}{name}.weight" for name in ("eh_proj", "enorm", "self_attn.kv_b_proj")]
     line = refusal(read_draft, save(tmp_path / "head", config, "model.embed_tokens.weight", *names))
@@ -85,20 +85,20 @@ def test_a_target_whose_mtp_layer_has_unknown_names_gets_a_message(tmp_path):
     name = "model.mtp_layers.0.input_proj.weight"
     target = changed(llama, tmp_path / "target", tensors={name: torch.zeros(64, 128)})
     line = refusal(plan_of, target)
-    assert f"--draft mtp: {target} has an MTP layer of a form that is not read ({name})" in line
+    assert f"--draft mtp: {target} has an MTP layer of an unsupported form ({name})" in line
     line = refusal(read_draft, target)
-    assert "is a llama model with an MTP layer of a form that is not read, no head by itself" in line
+    assert "is a llama model with an MTP layer of an unsupported form, no head by itself" in line
 
 
 # --- other files
 
 
 def test_a_gguf_head_is_refused_with_a_request_for_its_original_checkpoint(tmp_path):
-    asks = "GGUF heads are not read: type --draft with the checkpoint that it was converted from"
+    asks = "GGUF heads are not read: type --draft with the checkpoint that the head was converted from"
     folder = tmp_path / "head"
     folder.mkdir()
     (folder / "eagle3.gguf").write_bytes(b"GGUF")
-    assert f"{folder} has GGUF weights alone (eagle3.gguf): {asks}" in refusal(read_draft, folder)
+    assert f"{folder} has only GGUF weights (eagle3.gguf): {asks}" in refusal(read_draft, folder)
     (folder / "config.json").write_text(json.dumps(LLAMA))
     assert asks in refusal(read_draft, folder)
     target = save_target(tmp_path / "target", "qwen3")

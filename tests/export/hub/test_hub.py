@@ -35,7 +35,7 @@ def refused(*args) -> str:
     result = CliRunner().invoke(export_main, [str(arg) for arg in args])
     assert result.exit_code == 1
     assert not any(Path.cwd().iterdir())
-    line = result.stderr.splitlines()[-1]  # the library's bars and the twin check's line may come before
+    line = result.stderr.splitlines()[-1]  # progress bars and the twin check's line may come before
     assert line.startswith("Error: ")
     return line
 
@@ -96,7 +96,7 @@ def test_only_files_that_an_export_reads_are_downloaded(hub, tmp_path):
     )
 
 
-def test_of_a_sharded_checkpoint_the_files_of_its_index_are_downloaded(hub_pair, tmp_path):
+def test_the_files_in_the_index_of_a_sharded_checkpoint_are_downloaded(hub_pair, tmp_path):
     folder = Path(shutil.copytree(TINY.checkpoint, tmp_path / "sharded"))
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -137,7 +137,7 @@ def test_cached_files_are_used_offline(hub_pair, monkeypatch):
 
 @pytest.fixture
 def left_by_another_tool(hub_pair):
-    """A cache left by a tool that fetches single files, without the list of the repository's files."""
+    """A cache made by a tool that fetches single files and does not store the list of the repository's files."""
     fetched(flags(TINY.checkpoint))
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         hf_hub_download(TARGET, name)
@@ -166,8 +166,8 @@ def test_missing_files_offline_are_refused_with_the_reason(said, how, hub_pair, 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "offline")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     line = refused("--checkpoint", TARGET, "--draft", HEAD, *CPU)
-    assert said in line and f"--checkpoint {TARGET}: no such path is here" in line
-    assert "it is not whole in the cache" in line
+    assert said in line and f"--checkpoint {TARGET}: no such path exists here" in line
+    assert "does not hold it completely" in line
 
 
 def test_a_revision_is_its_own_checkpoint_and_its_commit_is_recorded(hub_pair, tmp_path):
@@ -249,12 +249,12 @@ def test_a_download_whose_length_differs_from_the_header_is_refused(told, hub_pa
 
 def test_a_download_whose_length_differs_from_the_listing_is_refused(hub_pair):
     hub_pair.listed_sizes["model.safetensors"] = 20_000_000
-    for _ in range(2):  # what came stays in the cache
+    for _ in range(2):  # the downloaded file stays in the cache
         line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU)
         assert "has 10706092 bytes, the hub lists 20000000" in line and "remove " in line
 
 
-def test_a_header_of_more_than_the_file_has_is_refused_in_a_dry_run(hub_pair):
+def test_a_header_of_more_bytes_than_the_file_has_is_refused_in_a_dry_run(hub_pair):
     hub_pair.told_sizes["model.safetensors"] = 1000
     line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU, "--dry-run")
     assert "has 1000 bytes on the hub, its header describes" in line
@@ -318,7 +318,7 @@ def named(hub_pair, monkeypatch):
 def test_a_named_targets_repositories_are_fetched_only_with_download(named):
     named_flags = ("--target-model", "qwen3-4B", *CPU)
     line = refused(*named_flags)
-    assert "Qwen/Qwen3-4B (10.8 MB) and AngelSlim/Qwen3-4B_eagle3 (3.8 MB), not in the cache" in line
+    assert "Qwen/Qwen3-4B (10.8 MB) and AngelSlim/Qwen3-4B_eagle3 (3.8 MB), which the cache lacks" in line
     assert "--download to fetch 14.6 MB" in line
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*"))
     given = flags(None, None, "qwen3-4B")
@@ -331,7 +331,7 @@ def test_a_named_targets_repositories_are_fetched_only_with_download(named):
 
 def test_a_named_target_accepts_an_own_checkpoint_with_a_head_of_its_entry(named):
     given = flags(TINY.checkpoint, None, "qwen3-4B")
-    with pytest.raises(FileNotFoundError, match=r"takes AngelSlim/Qwen3-4B_eagle3 \(3.8 MB\), not in the cache"):
+    with pytest.raises(FileNotFoundError, match=r"takes AngelSlim/Qwen3-4B_eagle3 \(3.8 MB\), which the cache lacks"):
         find_sources(given)
     (head,) = find_sources(flags(TINY.checkpoint, "1", "qwen3-4B")).missing
     assert head.name == HubName("AngelSlim/Qwen3-4B_eagle3")
@@ -359,7 +359,7 @@ def test_a_gguf_file_on_the_hub_uses_the_config_of_another_repository(split, hub
     assert len(list(here.checkpoint.parent.glob("*.gguf"))) == 1 + split
     assert names_in(here.config_folder) == KEPT
     assert here.as_json()["checkpoint"] == f"org/tiny-GGUF@{commit_of(folder)}:{name}"
-    if not split:  # what is here now is planned without being asked
+    if not split:  # the downloaded files are planned without --download
         run_command(export_main, *given, "--dry-run")
 
 
@@ -466,7 +466,7 @@ def test_every_target_entry_names_repositories_in_the_right_form():
 
 @pytest.mark.whole
 def test_the_hubs_environment_variables_are_used(hub_pair, tmp_path):
-    """HF_ENDPOINT, HF_HOME and HF_TOKEN are tried in a process of its own."""
+    """HF_ENDPOINT, HF_HOME and HF_TOKEN are set in a separate process."""
     hub_pair.gated.add(TARGET)
     heeded = {"HF_ENDPOINT": hub_pair.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
     command = [sys.executable, "-m", "eagle3.export.cli", "--checkpoint", TARGET, "--draft", HEAD, *CPU[:2], "--json"]

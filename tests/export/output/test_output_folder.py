@@ -105,7 +105,7 @@ def forge(out: Path, **files) -> None:
         ({"bytes": 4, "sha256": sha256(b"else").hexdigest()}, "sha256"),
     ],
 )
-def test_a_forged_record_does_not_make_a_file_ours(entry, says, tmp_path):
+def test_a_forged_record_does_not_make_a_folder_replaceable(entry, says, tmp_path):
     out = tmp_path / "out"
     make(out, "old")
     (out / "thesis.txt").write_text("mine")
@@ -185,11 +185,11 @@ def test_an_empty_output_folder_is_used_with_its_permissions(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-# --- folders that no export can take the place of
+# --- folders that cannot be replaced
 
 
 @pytest.mark.parametrize("given", [".", "..", "../..", "../here", "{here}/", "{here}/../here/.", "{link}", "/"])
-def test_the_working_folder_and_what_contains_it_are_refused_at_once(given, tmp_path, monkeypatch):
+def test_the_working_folder_and_its_parents_are_refused_at_once(given, tmp_path, monkeypatch):
     here = tmp_path / "above" / "here"
     here.mkdir(parents=True)
     (tmp_path / "link").symlink_to(here)
@@ -250,7 +250,7 @@ def test_an_output_folder_with_an_invalid_parent_is_refused_at_once(tmp_path, mo
     with pytest.raises(OSError, match="--output-dir"):
         check_output(tmp_path / "loop", overwrite=False)
     monkeypatch.setattr(output_folder.os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(PermissionError, match=f"may not read or write {tmp_path}: .* --output-dir"):
+    with pytest.raises(PermissionError, match=f"has no permission for {tmp_path}: .* --output-dir"):
         check_output(tmp_path / "a" / "out", overwrite=False)
     assert not (tmp_path / "a").exists()
 
@@ -282,7 +282,7 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
 
 
 def elsewhere(out: Path, *commands: str, overwrite=False) -> subprocess.Popen:
-    """Start another process that writes ``out`` and runs ``commands`` there; it has begun when this returns."""
+    """Start another process that writes ``out`` and runs ``commands`` there; the export has begun when this returns."""
     program = (
         "import sys, os, signal\nfrom pathlib import Path\nfrom eagle3.export.output import folder\n"
         f"with folder.whole_folder(Path(sys.argv[1]), {overwrite}) as partial:\n"
@@ -322,7 +322,7 @@ def test_the_next_export_removes_leftovers_of_a_killed_one(tmp_path):
     (left,) = names(tmp_path)
     assert left.startswith(".out.partial-")
     theirs = (".out.partial-mine", ".out.replaced-mine", ".output.partial-1-abcdefgh", "out.partial-1-abcdefgh")
-    for name in theirs:  # not of our naming, or of another folder's export
+    for name in theirs:  # folders with other names, or of an export into another folder
         (tmp_path / name).mkdir()
     make(out, "new")
     assert names(tmp_path) == sorted([*theirs, "out"])

@@ -24,7 +24,7 @@ SOURCES = [path for top in ("export", "runner", "targets") for path in (ROOT / t
 def test_each_patch_applies_alone_to_the_installed_versions_and_is_removed(name):
     owner, attribute = patches._owner(name), name.rpartition(".")[2]
     before = vars(owner).get(attribute)
-    value = getattr(owner, attribute, None)  # as it is: nothing changes for what else runs in this process
+    value = getattr(owner, attribute, None)  # the same value, so that nothing changes for other code in this process
     with replaced(name, value):
         assert vars(owner)[attribute] is value and name in patches.used()
     assert vars(owner).get(attribute) is before
@@ -106,7 +106,7 @@ def test_untested_versions_of_patched_packages_are_refused(monkeypatch, package,
 def test_the_versions_of_every_patched_package_are_checked():
     for_cpu = {name.split(".")[0] for name in PATCHES if ".xnnpack" in name or name.startswith("transformers")}
     assert for_cpu <= set(FOR_CPU)
-    public = {"ruamel.yaml.YAML"}  # what is replaced in it is documented, so that it needs no certain version
+    public = {"ruamel.yaml.YAML"}  # only documented parts of it are replaced, so any version will do
     assert {name.split(".")[0] for name in PATCHES.keys() - public} <= {*FOR_CPU, *FOR_CUDA}
 
 
@@ -118,4 +118,4 @@ def test_verbose_lists_the_patches_of_an_export(tmp_path, monkeypatch):
     with replaced("torch.accelerator.is_available", torch.accelerator.is_available):
         said.append(run_command(export_main, *export, "--verbose").stderr)
     assert "replaced for this export" not in said[0]
-    assert "replaced for this export: torch.accelerator.is_available: it would ask the GPU" in said[2]
+    assert "replaced for this export: torch.accelerator.is_available: it would query a GPU" in said[2]

@@ -39,7 +39,7 @@ def lengths(config):
 
 
 def test_without_a_head_there_are_three_methods_and_the_longest_windows_of_the_kernels():
-    rows = BACKENDS["xnnpack"].fast_rows  # of this processor
+    rows = BACKENDS["xnnpack"].fast_rows  # the number depends on the processor
     assert lengths(NONE) == {"prefill": (9, 64), "target_verify": (2, rows["none"]), "decode": (1, 1)}
     assert lengths(replace(NONE, qlinear="8da4w"))["target_verify"] == (2, rows["8da4w"])
     assert lengths(replace(NONE, backend="cuda", cuda_arch="sm_90"))["target_verify"] == (2, 8)
@@ -48,7 +48,7 @@ def test_without_a_head_there_are_three_methods_and_the_longest_windows_of_the_k
         "target_verify": (2, 16),
         "decode": (1, 1),
     }
-    assert "decode" not in lengths(replace(NONE, with_forward=True))  # ExecuTorch's runner would call it
+    assert "decode" not in lengths(replace(NONE, with_forward=True))  # ExecuTorch's runner would call ``decode``
 
 
 def test_a_window_longer_than_the_chain_changes_only_the_bounds_of_prefill():
@@ -64,13 +64,13 @@ def test_a_window_longer_than_the_chain_changes_only_the_bounds_of_prefill():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"chain_len": 3}, "--chain-len is for a draft head"),
-        ({"draft_qlinear": "none"}, "--draft-qlinear is for a draft head"),
-        ({"speculate": True}, "--speculate is for a draft head"),
-        ({"aux_layers": (1, 2, 3)}, "--aux-layers is for a draft head"),
-        ({"norm_before_residual": False}, "--norm-before-residual is for a draft head"),
-        ({"draft_rope_theta": "file"}, "--draft-rope-theta is for a draft head"),
-        ({"draft_partial_rotary": 0.5}, "--draft-partial-rotary is for a draft head"),
+        ({"chain_len": 3}, "--chain-len needs a draft head"),
+        ({"draft_qlinear": "none"}, "--draft-qlinear needs a draft head"),
+        ({"speculate": True}, "--speculate needs a draft head"),
+        ({"aux_layers": (1, 2, 3)}, "--aux-layers needs a draft head"),
+        ({"norm_before_residual": False}, "--norm-before-residual needs a draft head"),
+        ({"draft_rope_theta": "file"}, "--draft-rope-theta needs a draft head"),
+        ({"draft_partial_rotary": 0.5}, "--draft-partial-rotary needs a draft head"),
         ({"draft": None, "verify_rows": 3}, "--verify-rows 3 is too short .* 4 rows: type --verify-rows 4"),
         ({"draft": None, "verify_rows": 4, "chain_len": 6}, "--verify-rows 4 is too short for --chain-len 6"),
     ],

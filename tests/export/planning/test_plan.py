@@ -80,10 +80,10 @@ def test_a_peagle_with_more_rows_than_the_small_m_kernel_has_no_fused_rounds():
     unquantized = replace(quantized, draft_qlinear=None)
     assert fused_rounds(quantized, draft, 4, 1)[0] and fused_rounds(unquantized, draft, 5, 1)[0]
     there, [line] = fused_rounds(quantized, draft, 5, 1)
-    assert not there and "a P-EAGLE of 5 tokens has 10 rows in it, its quantized linears take 8" in line
+    assert not there and "a P-EAGLE of 5 tokens has 10 rows in that method, but its quantized linears take 8" in line
     with pytest.raises(ValueError, match="--speculate: a P-EAGLE .*: type --no-speculate"):
         fused_rounds(replace(quantized, speculate=True), draft, 5, 1)
-    assert fused_rounds(quantized, draft, 5, 1, verify_rows=9)[0]  # whose kernels take 16
+    assert fused_rounds(quantized, draft, 5, 1, verify_rows=9)[0]  # the kernels take 16
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,8 @@ def test_a_recipe_is_proposed_where_a_large_target_would_keep_float32_by_default
 
 
 def test_the_states_of_recurrent_layers_are_counted():
-    """Two states, a ring of 16 changes, one of 19 inputs of the convolution and three saved ones, in float32."""
+    """The bytes are those of two states, a ring of 16 changes, a ring of 19 inputs of the convolution and three saved
+    inputs, in float32."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     config = Qwen3NextConfig(num_hidden_layers=3, layer_types=kinds, linear_value_head_dim=24, num_experts=4, **heads)

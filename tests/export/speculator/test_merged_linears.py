@@ -28,7 +28,7 @@ def test_every_family_gives_the_same_numbers_with_merged_linears(eager_target, n
 
 
 class Attention(nn.Module):
-    """Attention projections; with ``crossed``, keys and values have an input of their own."""
+    """Attention projections; with ``crossed``, keys and values have a separate input."""
 
     def __init__(self, bias: bool = False, crossed: bool = False):
         super().__init__()
@@ -61,7 +61,7 @@ def test_linears_that_do_not_match_are_not_merged(tmp_path):
     assert isinstance(model.k_proj, nn.Linear) and isinstance(model.q_proj, Slice) and isinstance(model.v_proj, Slice)
     model = Attention()
     model.other = nn.Linear(256, 256, bias=False)
-    model.other.weight = model.q_proj.weight  # also a head, say
+    model.other.weight = model.q_proj.weight  # for example a tied head
     merge_linears(model, tmp_path)
     assert isinstance(model.q_proj, nn.Linear) and isinstance(model.k_proj, Slice)
 

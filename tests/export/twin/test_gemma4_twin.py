@@ -28,7 +28,7 @@ def test_the_twin_of_a_published_gemma4_shape_agrees(name):
 
 
 def test_layers_that_store_keys_for_no_other_layer_are_not_a_separate_kind():
-    """This holds as in transformers 5.24, whichever version is installed."""
+    """The test sets this up as transformers 5.24 does it, for any installed version."""
     config = config_of("gemma4-26B-A4B")
     with states_are_shared(type(config)):
         assert config.kv_sharing_modes[-2:] == ["store", "store"]

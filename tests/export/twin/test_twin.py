@@ -65,7 +65,7 @@ def rope(**values) -> dict[str, Any]:
 
 
 def one_kind(name: str, value: Any) -> Any:
-    """Return a change of one field for only one kind of layer."""
+    """Return a function that changes one field for only one kind of layer."""
     return lambda given: given | {"full_attention": given["full_attention"] | {name: value}}
 
 
@@ -158,7 +158,7 @@ def late_scale(target) -> None:
 
 @dataclass(frozen=True)
 class Broken:
-    """A target with other values of fields, or one that is changed after loading."""
+    """A target with changed fields, or with a fault put in after loading."""
 
     spec: Any
     fields: dict[str, Any]

@@ -60,7 +60,7 @@ def test_an_expert_activation_with_weights_is_refused_by_its_field(kind, tmp_pat
 
 def test_a_value_with_which_transformers_itself_fails_is_named(tmp_path):
     folder = written(tmp_path, "deepseek_v2", **DEEPSEEK, topk_method="noaux_tc")
-    with pytest.raises(ValueError, match="with topk_method = 'noaux_tc' transformers makes no model"):
+    with pytest.raises(ValueError, match="with topk_method = 'noaux_tc' transformers cannot build or run"):
         checked(folder)
 
 
@@ -70,13 +70,13 @@ ROPE |= {"short_mscale": 1.1, "long_mscale": 1.3, "original_max_position_embeddi
 
 
 def test_a_refusal_of_the_twin_check_prints_the_value_of_the_file(tmp_path):
-    """The small copy has an original length below 100."""
+    """The message has the file's value, although the small copy has an original length below 100."""
     with pytest.raises(ValueError, match="original_max_position_embeddings = 2048"):
         checked(written(tmp_path, "phimoe", **PHIMOE, rope_parameters=ROPE))
 
 
 def in_a_full_folder(program: str, *args: Path, full: Path) -> subprocess.CompletedProcess:
-    """Run a program whose TMPDIR has 16 KiB, a real file system of that size."""
+    """Run a program whose TMPDIR is a file system of 16 KiB."""
     full.mkdir()
     mount = 'mount -t tmpfs -o size=16k none "$TMPDIR" && exec "$@"'
     command = ["unshare", "-Urm", "sh", "-c", mount, "sh", sys.executable, "-c", program, *map(str, args)]

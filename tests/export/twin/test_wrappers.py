@@ -74,7 +74,7 @@ def test_the_text_part_of_a_multimodal_model_has_the_multimodal_logits(name, tmp
     model = kind._from_config(config, attn_implementation="eager").eval().requires_grad_(False)
     randomize(model, seed=5)
     model.save_pretrained(tmp_path / "target")
-    if name == "llama4":  # in transformers 5.24.0 it raises without
+    if name == "llama4":  # transformers 5.24.0 raises an error without this field
         without_images(model.language_model)
     text = model.config.get_text_config()
     draft = save_random_draft(tmp_path / "draft", text, aux_layers=(0, 2, 4))
@@ -148,5 +148,5 @@ def test_a_multimodal_file_without_architectures_is_read_as_transformers_class()
     config, _ = wrapper("gemma3")
     config.architectures = ["Gemma3ForCausalLM"]
     assert model_class(text_config_of(config)).__name__ == "Gemma3ForCausalLM"
-    config.architectures = ["Gemma3Model"]  # generates nothing
+    config.architectures = ["Gemma3Model"]  # the class does not generate text
     assert model_class(text_config_of(config)).__name__ == "Gemma3ForConditionalGeneration"

@@ -1,4 +1,4 @@
-"""The fields of a DFlash head and its kin that may be read in more than one way."""
+"""The fields of a head of the DFlash family that can be read in more than one way."""
 
 from collections.abc import Iterable
 from dataclasses import replace

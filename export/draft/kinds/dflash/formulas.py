@@ -1,7 +1,7 @@
 """The reference for a DFlash head: its formulas in plain PyTorch, a row at a time, without modules or caches.
 
-It reads a checkpoint's own configuration and tensor names, so that a mistake in reading them shows as well. All
-features of the context are given at once; nothing is kept from one block to the next.
+It reads a checkpoint's own configuration and tensor names, so that a mistake in reading them shows as well. It takes
+all features of the context at once, and keeps nothing from one block to the next.
 
 Source: the papers (arXiv 2602.06036, 2605.29707) and the code of speculators, z-lab, DeepSpec and SpecForge.
 """
@@ -17,7 +17,7 @@ from eagle3.export.draft.kinds.dflash.variants import every_variant
 
 
 class Drafter(Reference):
-    """Computes a head, with the formulas of the variant whose tensors the checkpoint has."""
+    """Computes a head from its checkpoint, with the formulas of the variant whose tensors the checkpoint has."""
 
     @cached_property
     def variant(self) -> Formulas:
@@ -49,8 +49,8 @@ class Drafter(Reference):
 
     @property
     def scale(self) -> float:
-        """The factor of a token's row: a z-lab head without one, unless its code takes the rows as they are, takes the
-        target's."""
+        """The factor by which the head multiplies rows of the embedding. A z-lab head without a factor takes the
+        target's, unless its code uses the rows unscaled."""
         if self._of_gemma4:
             return self.layer.hidden_size**0.5
         if (said := self.said("input_embedding_scale")) is not None:
@@ -65,8 +65,9 @@ class Drafter(Reference):
         return self.norm(self.linear(torch.cat(taps, dim=-1), fc), norm)
 
     def __call__(self, features: Tensor, anchor: int, before: int | None = None) -> tuple[Tensor, Tensor]:
-        """Draft the block behind features [P, H], whose first token is ``anchor``, behind ``before`` in the text if
-        there is such a token; return the logits [rows, V] and states [rows, H] of the rows that propose."""
+        """Draft the block after the context's features [P, H]. Its first token is ``anchor``; ``before`` is the token
+        before that in the text, None if there is none. Return the logits [rows, V] and states [rows, H] of the rows
+        that propose."""
         ids = torch.tensor([anchor] + [self.said("mask_token_id")] * (self.block_size - 1))
         x, convolved = self.embed(ids), self.variant.convolved
         for index in range(self.layer.num_hidden_layers):
@@ -98,7 +99,7 @@ class Drafter(Reference):
         return "Gemma4DSparkModel" in self.config.get("architectures", [])
 
     def _gemma4_layer(self, index: int, features: Tensor, x: Tensor) -> Tensor:
-        """Norms before and behind attention and MLP, and a factor of the layer's own."""
+        """Compute a layer of Gemma 4: norms before and after attention and MLP, and a factor for the whole layer."""
         at = f"layers.{index}"
         out = self._attention(index, features, self.norm(x, f"{at}.input_layernorm"))
         x = x + self.norm(out, f"{at}.post_attention_layernorm")
@@ -109,7 +110,7 @@ class Drafter(Reference):
 
     def _attention(self, index: int, features: Tensor, x: Tensor) -> Tensor:
         at, size, start = f"layers.{index}.self_attn", self.layer.head_dim, len(features)
-        both = torch.cat([features, x])  # keys and values are of the context and of the block
+        both = torch.cat([features, x])  # keys and values come from the context and the block
         of_value = f"{at}.v_proj" if self.has(f"{at}.v_proj.weight") else f"{at}.k_proj"
         heads = [self.linear(rows, at) for rows, at in ((x, f"{at}.q_proj"), (both, f"{at}.k_proj"), (both, of_value))]
         query, key, value = (each.unflatten(-1, (-1, size)) for each in heads)  # [rows, heads, size]
@@ -127,7 +128,8 @@ class Drafter(Reference):
         return self.linear(torch.stack(out), f"{at}.o_proj")
 
     def _sees(self, index: int, start: int, at: int, place: int) -> bool:
-        """Return True if the row at position ``at`` of a block from ``start`` on attends to position ``place``."""
+        """Return True if the row at position ``at``, in a block that begins at ``start``, attends to position
+        ``place``."""
         kinds, window = self.layer.layer_types, self.layer.sliding_window
         slides = bool(kinds) and kinds[index] == "sliding_attention"
         if "transformer_layer_config" in self.config:

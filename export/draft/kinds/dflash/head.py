@@ -1,4 +1,4 @@
-"""A DFlash head as a module: a block of tokens in one forward.
+"""The module of a DFlash head, which drafts a block of tokens in one forward.
 
     f_p = hidden_norm(fc(cat(taps at p)));  every layer keeps keys and values of f_p at position p
     x = embed([anchor, MASK, MASK, ...]), at the positions behind the last f
@@ -6,8 +6,8 @@
     x = x + mlp(post_attention_layernorm(x))
     logits = lm_head(norm(x)) of the rows that propose, as the variant's module changes them (variants/)
 
-The block's keys and values are written behind those of the context, where the next call writes its own. The block
-always has the size that the head was trained with, also where fewer of its tokens are verified.
+The block's keys and values are written after those of the context, where the next call writes the context's. The block
+always has the size that the head was trained with, even if fewer of its tokens are verified.
 """
 
 from typing import Self
@@ -26,11 +26,12 @@ from eagle3.targets.softcap import softcapped
 
 
 class Head(CachedHead):
-    """A DFlash head. A call writes the keys and values of the rows that it is given, and proposes behind the last."""
+    """A DFlash head. A call writes the keys and values of the given rows, and proposes the tokens after the last
+    one."""
 
     takes_final_state = False
     token_cache: Tensor
-    """The token of every position, for a module that takes the one before the anchor."""
+    """The token of every position, for a module that takes the token before the anchor."""
 
     def __init__(self, draft: DFlashDescription, max_seq_len: int, proposals: int = 1):
         super().__init__()
@@ -38,7 +39,7 @@ class Head(CachedHead):
         self.max_seq_len, self.proposals = max_seq_len, proposals
         self.block_rows, self.first_row, self.mask_token = draft.block_rows, draft.first_row, draft.mask_token_id
         self.tap_order = draft.tap_order
-        self.slots = max_seq_len + draft.block_rows  # the block behind the last position
+        self.slots = max_seq_len + draft.block_rows  # and a block after the last position
         self.embedding_scale, self.output_multiplier = draft.embedding_scale, draft.output_multiplier
         self.softcap = draft.softcap
         if draft.has_embedding:
@@ -58,7 +59,7 @@ class Head(CachedHead):
         self.register_buffer("d2t", d2t)
         rings = [ring_window(window, self.slots) for window in draft.windows]
         self.kinds = [
-            (ring, each if ring else Block(causal=each.causal))  # without a ring the window holds every position
+            (ring, each if ring else Block(causal=each.causal))  # without a ring the window covers every position
             for ring, each in zip(rings, draft.attends, strict=True)
         ]
 
@@ -86,11 +87,13 @@ class Head(CachedHead):
 
     @property
     def behind(self) -> Behind | None:
-        """The variant's module behind the block, under the name that its tensors have."""
+        """The variant's module after the block; None if there is none. Its attribute has the name that its tensors
+        have."""
         return getattr(self, self.behind_name, None) if self.behind_name else None
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """Return what every layer makes keys and values of: the states of the taps [1, T, H_target] -> [1, T, H]."""
+        """Fuse the states of the taps [1, T, H_target] into the features [1, T, H], from which every layer makes keys
+        and values."""
         return self.hidden_norm(self.fc(torch.cat(self.in_order(taps), dim=-1)))
 
     def forward(
@@ -98,14 +101,14 @@ class Head(CachedHead):
         tokens: Tensor,
         feature: Tensor,
         input_pos: Tensor,
-        last: bool = False,  # noqa: ARG002 - the block behind the last row is all that it computes
+        last: bool = False,  # noqa: ARG002 - it only computes the block after the last row
         accepted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of ``feature`` at ``input_pos``, and draft the block behind the last row, whose
-        anchor is that row's token; or behind row ``accepted``.
+        """Write the keys and values of ``feature`` at ``input_pos``, and draft the block after the last row, or after
+        row ``accepted``. The block's anchor is that row's token.
 
         Returns:
-            draft logits [1, K, draft_vocab_size], and the states that they are made of
+            draft logits [1, K, draft_vocab_size], and the states from which they are computed
 
         Raises:
             ValueError: (eager mode) positions that leave a gap or pass ``max_seq_len``
@@ -138,11 +141,12 @@ class Head(CachedHead):
         return (logits if behind is None else behind(logits, state, given, self.target_ids, self._embed)), state
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens [1, T] -> [1, T, H], without the factor of the configuration."""
+        """Embed tokens [1, T] -> [1, T, H], without ``embedding_scale``."""
         return (self.embed_as_target or self.embed_tokens)(tokens)
 
     def chains(self, tokens: Tensor, feature: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Draft a block behind every row from ``first`` on. See ``Head.chains``; ``length`` is the head's proposals."""
+        """Draft a block after every row from ``first`` on, as ``Head.chains`` says; ``length`` must be
+        ``proposals``."""
         rows = torch.arange(tokens.shape[1], device=tokens.device)
         anchors, positions = tokens[0, first:, None], rows[first:, None] + 1 + torch.arange(self.block_rows)
         masks = anchors.new_full((len(anchors), self.block_rows - 1), self.mask_token)
@@ -162,9 +166,9 @@ class Head(CachedHead):
         return self.target_ids(logits)[:, :length], logits[:, 0]
 
     def _with_token_before(self, anchor: Tensor, start: Tensor, tokens: Tensor, input_pos: Tensor) -> Tensor:
-        """Keep ``tokens`` at their own positions, behind ``input_pos``; return the token before an anchor at position
-        ``start`` [1], and the anchor: int64 [1, 2]. No slot holds the token at position 0: the anchor is returned
-        twice."""
+        """Store ``tokens`` at their positions, which are one past ``input_pos``. Return int64 [1, 2]: the token before
+        the anchor's position ``start`` [1], and the anchor. The token at position 0 is not stored; in its place the
+        anchor is returned twice."""
         self.token_cache.index_copy_(0, input_pos + 1, tokens[0])
         before = self.token_cache[start - 1]
         return torch.cat((torch.where(start > 1, before, anchor[0])[None], anchor), dim=1)
@@ -172,7 +176,7 @@ class Head(CachedHead):
     def _places(
         self, feature: Tensor, input_pos: Tensor, positions: Tensor
     ) -> tuple[dict[tuple[int, Block], Place], dict[tuple[int, Block], Place]]:
-        """Return where the rows of the context are, and those of the block, for each kind of layer."""
+        """Return the ``Place`` of the context's rows and that of the block's rows, for each kind of layer."""
         context, block = self.rotary_emb(feature, input_pos[None]), self.rotary_emb(feature, positions[None])
         places: dict[tuple[int, Block], Place] = {}
         blocks: dict[tuple[int, Block], Place] = {}

@@ -1,4 +1,4 @@
-"""The parts of a head of the DFlash family, under the names of ``KindModule``."""
+"""Collects the parts of a head of the DFlash family under the names of ``KindModule``."""
 
 from eagle3.export.draft.common.pairing import check_pair
 from eagle3.export.draft.kinds.dflash.fields import FIELDS

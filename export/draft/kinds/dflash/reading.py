@@ -22,8 +22,8 @@ _KEYS_AND_VALUES = r"(layers\.\d+\.self_attn\.)([kv]_proj\..*)"
 
 
 def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescription:
-    """Describe the head in ``folder``. Raises ValueError, one line, for a configuration that contradicts itself, and
-    for what none of the trainers' code computes."""
+    """Describe the head in ``folder``. Raises ValueError with one line if the configuration contradicts itself or asks
+    for something that no trainer's code computes."""
     file, headers = folder / "config.json", source.headers()
     dialect = dialect_of(config, file)
     named = variant_of(_kind(config, dialect, file))
@@ -87,19 +87,19 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> DFlashDescript
 
 
 def _kind(config: dict[str, Any], dialect: Dialect, file: Path) -> str:
-    """Return the kind that a configuration says. Raises ValueError, which names it, for a kind that is not read."""
+    """Return the kind that a configuration names. Raises ValueError for an unsupported kind."""
     kind = next(name for name, each in KINDS.items() if each.recognizes(config))
     own = nested(config, OWN, file)
     said = own.get(PROJECTOR) or config.get(PROJECTOR)
     projectors = {each.projector_type: name for name, each in KINDS.items() if each.projector_type}
     if said not in (None, *projectors):
         raise ValueError(
-            f"{file}: {PROJECTOR} is {said!r}, a head of the DFlash family that is not read: {', '.join(projectors)} "
-            "are"
+            f"{file}: {PROJECTOR} is {said!r}, an unsupported head of the DFlash family: supported are "
+            f"{', '.join(projectors)}"
         )
     projected = projectors[said] if said else kind
     if projected != kind and kind != DFLASH:
-        raise ValueError(f"{file}: {PROJECTOR} is {said!r}, which is not read in a {kind} head: name another head")
+        raise ValueError(f"{file}: {PROJECTOR} is {said!r}, which is not supported in a {kind} head: name another head")
     variant = variant_of(projected)
     variant.check_keys(own, config, file)
     if variant.dialects and dialect.name not in variant.dialects:
@@ -115,8 +115,8 @@ def _unscaled(said: Mapping[str, Any], found: Mapping[str, TensorHeader]) -> boo
 
 
 def own_name(name: str, dialect: Dialect) -> str | None:
-    """Return the module's name of a tensor, None for one that is not read. Keys and values are in a module of their
-    own, because they are made of taps as well."""
+    """Return the module's name of a tensor, None for one that is not read. Projections of keys and values are in a
+    module of their own, because they are applied to the taps as well."""
     name = name.removeprefix("model.")
     name = dialect.names.get(name, name)
     if re.fullmatch(_UNREAD, name):
@@ -130,7 +130,7 @@ def own_name(name: str, dialect: Dialect) -> str | None:
 def _taps(said: Mapping[str, Any], key: str, file: Path) -> tuple[int, ...]:
     ids = layer_ids(said, key, file)
     if ids is None:
-        raise ValueError(f"{file} has no {key}, the layers of the target that the head takes: add it")
+        raise ValueError(f"{file} has no {key}, which names the target's layers that the head taps: add it")
     return ids
 
 

@@ -1,8 +1,7 @@
-"""The twin of a DFlash head: its formulas, which compute every block anew, against our head and its KV caches.
-
-The head is seeded in chunks and drafts a block behind each. Then a part of the chunk is taken back, and other features
-are written there, until positions are past its sliding window twice. The first position and some later ones are written
-by themselves.
+"""The twin check of a DFlash head: compares the head and its KV caches with its formulas, which compute every block
+anew. The head is seeded in chunks and drafts a block after each. Then a part of the chunk is rolled back and written
+again with other features, until positions have passed the sliding window twice. The first position and some later ones
+are written in calls of one row.
 """
 
 import json
@@ -77,7 +76,7 @@ def _play(drafter: Drafter, head: Any, states: list[Tensor], generator: torch.Ge
         for rejected, count in ((False, 1), (True, CHUNK), (False, CHUNK)):
             end = min(start + count, length)
             rows = fused[start:end].clone()
-            if rejected:  # the last rows are of tokens that turn out to be others
+            if rejected:  # the last rows belong to tokens that are then rejected
                 rows[-BACK:] = torch.randn(rows[-BACK:].shape, generator=generator)
             tokens = torch.randint(0, VOCABULARY, (1, end - start), generator=generator)
             logits, state = head(tokens, rows[None], torch.arange(start, end))
@@ -93,7 +92,7 @@ def _play(drafter: Drafter, head: Any, states: list[Tensor], generator: torch.Ge
 
 
 def _shrunken(draft: DFlashDescription) -> tuple[dict[str, Any], "LlamaConfig"]:
-    """Return the head's own ``config.json`` with smaller sizes, and the configuration of its layers."""
+    """Return the head's ``config.json`` with smaller sizes, and the configuration of its layers."""
     layer = deepcopy(draft.layer)
     layer.sliding_window = layer.sliding_window if any(draft.windows) else None
     small = shrink(layer)
@@ -120,7 +119,8 @@ def _shrunken(draft: DFlashDescription) -> tuple[dict[str, Any], "LlamaConfig"]:
 def _random_tensors(
     draft: DFlashDescription, layer: "LlamaConfig", taps: int, width: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Draw a tensor for each one of the checkpoint, by its name. Raises ValueError for a tensor without a formula."""
+    """Draw a random tensor for each tensor of the checkpoint, by its name. Raises ValueError for a tensor without a
+    formula."""
     shapes, tensors = _shapes(draft, layer, taps, width), {}
     for name, own in draft.tensor_names.items():
         found = next((each for each in (own, own.replace(".kept.", ".")) if each in shapes), None)
@@ -148,7 +148,7 @@ def _layer_of(own: str) -> int:
 
 
 def _shapes(draft: DFlashDescription, layer: "LlamaConfig", taps: int, width: int) -> Shapes:
-    """The shape of each tensor that a head may have, biases included, by the checkpoint's names."""
+    """Return the shape of each tensor that a head may have, biases included, by the checkpoint's names."""
     size = layer.hidden_size
     spoken = SPOKEN if draft.maps_vocabulary else VOCABULARY
     linears: Shapes = {"fc": (size, taps * width), "lm_head": (spoken, size), "embed_tokens": (VOCABULARY, size)}

@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDescription(DraftDescription):
-    """An EAGLE-3, P-EAGLE or EAGLE head, of any dialect, for ``DraftHead``. ``layer`` is a ``LlamaConfig`` whose
-    ``head_dim`` is derived from the tensors."""
+    """The description of an EAGLE-3, P-EAGLE or EAGLE head of any dialect, from which ``DraftHead`` is made. ``layer``
+    is a ``LlamaConfig`` whose ``head_dim`` is derived from the tensors."""
 
     layer: "PreTrainedConfig"
     layers: int
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     feeds_normed: bool = False
-    """The next step's feature is the normed state (``norm_output``, except for SpecForge)."""
+    """True if the next step's feature is the normed state (``norm_output``, except for SpecForge)."""
     later_norm: str = "input_layernorm"
-    """The norm that the layers after the first apply to their input."""
+    """The name of the norm that the layers after the first apply to their input."""
     ties_lm_head: bool = False
-    """The head uses its own embedding as lm_head."""
+    """True if the head uses its own embedding as lm_head."""
     mask_token_id: int | None = None
-    """P-EAGLE: the token of the rows for proposals that are not made yet."""
+    """For P-EAGLE, the token of the mask rows, which stands for tokens that are not proposed yet; otherwise None."""
     windows: tuple[int, ...] = (0,)
 
     @property
@@ -37,8 +37,8 @@ class EagleDescription(DraftDescription):
 
     @property
     def taps_width(self) -> int:
-        """n_aux * the target's hidden size, which ``fc`` takes; or the width of the final state if that is the
-        feature."""
+        """The input width of ``fc``, the number of taps times the target's hidden size; or the width of the final state
+        if that is the feature."""
         if not self.takes_final_state:
             return self.headers["fc.weight"].shape[1]
         return self.headers["fc.weight"].shape[1] - self.hidden_size if self.kind == EAGLE else self.hidden_size

@@ -1,4 +1,4 @@
-"""The fields of an EAGLE head (EAGLE-3, P-EAGLE, EAGLE 1 and 2) that may be read in more than one way."""
+"""The fields of an EAGLE head (EAGLE-3, P-EAGLE, EAGLE 1 and 2) that can be read in more than one way."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ from eagle3.export.draft.dialects.dialect import EAGLE
 
 
 def _norm_there(name: str, prefix: str, keys: tuple[str, ...]) -> Field:
-    """Return the field of a norm that the head's tensors have, and that may be left out."""
+    """Return the field of an optional norm: true applies the norm that the tensors have, false leaves it out."""
 
     def there(reading: HeadReading) -> bool | None:
         return any(each.startswith(prefix) for each in reading.draft.headers)
@@ -37,7 +37,8 @@ def _norm_there(name: str, prefix: str, keys: tuple[str, ...]) -> Field:
 
 
 def _of(applies: bool, field: Field) -> Field:
-    """Return the field for heads of EAGLE 1 and 2 alone, or for all others alone."""
+    """Return the field restricted to EAGLE 1 and 2 (``applies`` True) or to the other kinds (False): elsewhere no other
+    values are tried."""
 
     def others(reading: HeadReading) -> Iterable[Any]:
         return field.others(reading) if (reading.draft.kind == EAGLE) == applies else []

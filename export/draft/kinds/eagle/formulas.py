@@ -1,21 +1,22 @@
-"""The reference for draft heads: their formulas in plain PyTorch, without modules or caches, all rows recomputed.
+"""The reference for EAGLE heads: their formulas in plain PyTorch, without modules or caches. Every call recomputes all
+rows.
 
 ``DraftHead`` is compared with this (``eagle3.export.draft.twin``). It reads a checkpoint's own configuration and tensor
-names, and knows dialects by their names and not by their records, so that a mistake in reading them shows as well.
-EAGLE-3 (taps a, embedded token E):
+names, and decides by the dialects' names instead of their ``Dialect`` records, so that a mistake in reading shows as
+well. EAGLE-3 (taps a, embedded token E):
 
     a = cat(taps);  a = input_norm(a) if norm_before_fc;  a = cat(fc_norm_i(a_i)) if fc_norm;  f = fc(a)
     e = input_layernorm(E);  h = hidden_norm(f);  r = h if norm_before_residual else f
     x = r + attention(cat[e, h]);  g = x + mlp(post_attention_layernorm(x))
     logits = lm_head(norm(g));  the next f is norm(g) if norm_output else g
 
-A later layer takes its norm of g instead of cat[e, h]. DeepSpec's for Gemma 4 has E * sqrt(H), another layer
-(``_gemma4_layer``) and a softcap of its logits. EAGLE 1 and 2: f is the target's final state, and the layer runs
-on x = fc(cat[E, f]); NeMo's feeds norm(g). P-EAGLE: step j is a row of its own after the last one, with the mask token
-and the feature fc(mask_hidden).
+A later layer takes its norm of g instead of cat[e, h]. DeepSpec's head for Gemma 4 has E * sqrt(H), another layer
+(``_gemma4_layer``) and a softcap of its logits. EAGLE 1 and 2: f is the target's final state, and the input of the
+layer is x = fc(cat[E, f]); in NeMo's the next f is norm(g). P-EAGLE: step j is a separate row after the last one, with
+the mask token and the feature fc(mask_hidden).
 
 Source: the papers (EAGLE 2401.15077, EAGLE-3 2503.01840) and the code of SafeAILab, speculators and SGLang. The sliding
-window moves with the chain as in vLLM; in speculators' training it stays where the first step of a slot had it.
+window moves with the chain, as in vLLM; in speculators' training it keeps the position of a slot's first step.
 """
 
 import re
@@ -72,7 +73,7 @@ class Drafter:
         return self._linear(self._norm(states, "input_norm") if self._said("norm_before_fc") else states, "fc")
 
     def mask_rows(self, taps: int) -> tuple[Tensor, Tensor]:
-        """Return token id [] and feature [1, H] of the row for a proposal that is not made yet."""
+        """Return the token id [] and the feature [1, H] of a mask row."""
         said = (self._said(key) for key in ("mask_token_id", "pard_token", "ptd_token_id"))
         hidden = self._get("mask_hidden").reshape(1, -1)
         return torch.tensor(next(id for id in said if id is not None)), self.fuse(list(hidden.chunk(taps, dim=-1)))
@@ -134,7 +135,7 @@ class Drafter:
         return x + self._linear(gate * self._linear(inner, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
 
     def _gemma4_layer(self, at: str, e: Tensor, f: Tensor) -> Tensor:
-        """Norms before and behind attention and MLP, and a factor of the layer's own."""
+        """Compute a layer of Gemma 4: norms before and after attention and MLP, and a factor for the whole layer."""
         both = torch.cat([self._norm(e, f"{at}input_layernorm"), self._norm(f, f"{at}hidden_norm")], dim=-1)
         x = f + self._norm(self._attention(0, both), f"{at}post_attention_layernorm")
         inner = self._norm(x, f"{at}pre_feedforward_layernorm")
@@ -162,12 +163,12 @@ class Drafter:
         return self._linear((scores.softmax(-1) @ value).transpose(0, 1).flatten(1), f"{at}o_proj")
 
     def _visible(self, index: int, rows: int) -> Tensor:
-        """Return the mask bool [T, T]: a row attends to the rows up to itself, within the sliding window if there is
+        """Return the mask bool [T, T]: a row attends to itself and earlier rows, within the sliding window if there is
         one."""
         distance = torch.arange(rows)[:, None] - torch.arange(rows)[None, :]
         visible = distance >= 0
         if self.dialect == "nemo" and self._find("mask_hidden") is None:
-            return visible  # the layer types are its target's
+            return visible  # the layer types are the target's
         written = self.config.get("transformer_layer_config", self.config)
         kinds = written.get("layer_types") or self.layer.layer_types or ["full_attention"] * (index + 1)
         return visible & (distance < self.layer.sliding_window) if kinds[index] == "sliding_attention" else visible
@@ -212,7 +213,8 @@ class Drafter:
         return found
 
     def _find(self, name: str) -> Tensor | None:
-        """Return a tensor by its name above, with layers as ``layers.{i}.``, whatever the checkpoint calls it."""
+        """Return a tensor by the name used here, with layers as ``layers.{i}.``. The checkpoint may have another name
+        for it."""
         module, _, end = name.rpartition(".")
         names = [name, *(f"{other}.{end}" for other in _OTHER_NAMES.get(module, ()))]
         if name.startswith("layers."):

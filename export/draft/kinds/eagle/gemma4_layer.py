@@ -1,4 +1,5 @@
-"""The layer of DeepSpec's EAGLE-3 heads for Gemma 4: transformers' attention of Gemma 4, over embedding and feature.
+"""The layer of DeepSpec's EAGLE-3 heads for Gemma 4: transformers' attention of Gemma 4 over the concatenation of
+embedding and feature.
 
     e = input_layernorm(embed(token) * sqrt(H));  h = hidden_norm(f)
     x = f + post_attention_layernorm(attention(cat[e, h]))
@@ -21,7 +22,7 @@ from eagle3.targets.attention import HF_ATTENTION
 
 
 class Gemma4DraftLayer(DraftLayer):
-    """The first and only layer of such a head."""
+    """The only layer of a DeepSpec EAGLE-3 head for Gemma 4."""
 
     layer_scalar: Tensor
 
@@ -50,7 +51,8 @@ class Gemma4DraftLayer(DraftLayer):
         return Gemma4TextAttention(config, layer_idx=0)
 
     def forward(self, embedding: Tensor, feature: Tensor, keep: Keep | None, **attention: Any) -> Tensor:
-        """Compute embedding (scaled) and feature, each [1, T, H] -> [1, T, H], or only the rows that ``keep`` picks."""
+        """Compute embedding (scaled) and feature, each [1, T, H] -> [1, T, H], or only the rows that ``keep``
+        selects."""
         assert self.input_layernorm is not None and self.hidden_norm is not None, "a first layer has both"
         both = torch.cat((self.input_layernorm(embedding), self.hidden_norm(feature)), dim=-1)
         attended, _ = self.self_attn(both, shared_kv_states={}, **attention)

@@ -1,11 +1,11 @@
-"""The draft head as a module with a KV cache of its own: EAGLE-3, P-EAGLE, and EAGLE 1 and 2.
+"""The module of an EAGLE head with its own KV cache: EAGLE-3, P-EAGLE, and EAGLE 1 and 2.
 
     f = fc(cat(taps))                       # first step of an EAGLE-3; later steps take g of the step before
     g = layers(embed(token), f)             # layers.py
     logits = lm_head(norm(g)); the next f is norm(g) if the head feeds the normed state, else g
 
-An EAGLE takes the target's final state for f. A P-EAGLE proposes all K tokens in one forward: K - 1 rows follow the
-last row, with its mask token and its mask feature, fc(mask_hidden).
+For an EAGLE, f is the target's final state. A P-EAGLE proposes all K tokens in one forward: K - 1 mask rows follow the
+last row. They have the mask token and the mask feature fc(mask_hidden).
 
 Source: the papers (EAGLE-3, arXiv 2503.01840; EAGLE, 2401.15077), speculators' ``Eagle3DraftModel``,
 ``PEagleDraftModel`` and ``EagleSpeculator``, whose outputs are under tests/golden/.
@@ -28,7 +28,7 @@ from eagle3.targets.softcap import softcapped
 
 
 class DraftHead(CachedHead):
-    """A draft head. Draft slot p pairs the target's feature at p with token p + 1.
+    """An EAGLE head. Draft slot p pairs the target's feature at p with token p + 1.
 
     ``proposals`` is the number of tokens that one forward proposes: K for a P-EAGLE, otherwise 1.
     """
@@ -39,7 +39,7 @@ class DraftHead(CachedHead):
         super().__init__()
         config, size = draft.layer, draft.hidden_size
         self.proposals = proposals if draft.kind == P_EAGLE else 1
-        self.slots = max_seq_len + self.proposals - 1  # the mask rows of the last verify window exceed the context
+        self.slots = max_seq_len + self.proposals - 1  # mask rows may lie beyond the context
         self.max_seq_len, self.feeds_normed = max_seq_len, draft.feeds_normed
         self.joins_in_fc, self.mask_token = draft.kind == EAGLE, draft.mask_token_id
         self.takes_final_state, self.tap_order = draft.takes_final_state, draft.tap_order
@@ -74,7 +74,7 @@ class DraftHead(CachedHead):
         """Add the parts that no checkpoint holds: KV caches, the rotary table (float32), a shared embedding and
         lm_head."""
         for layer, window in zip(self.layers, self.windows, strict=True):
-            attn: Any = layer.self_attn  # of a class of transformers
+            attn: Any = layer.self_attn  # an attention class of transformers
             heads, kv_heads = draft.layer.num_attention_heads, draft.layer.num_key_value_heads
             shape = KVCacheShape(kv_heads, attn.head_dim, self.slots, window, dtype, heads=heads)
             attn.kv_attention = attention(shape)
@@ -104,8 +104,8 @@ class DraftHead(CachedHead):
         return len(self.fc_norm) if self.fc_norm is not None else 1
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """Fuse the target's tapped states, each [1, T, H_target], into one feature [1, T, H]. A head that takes one
-        state, before or after the target's norm, returns that state."""
+        """Fuse the target's tapped states, each [1, T, H_target], into one feature [1, T, H]. For a head that takes one
+        state, before or after the target's norm, return that state."""
         if self.takes_final_state or self.joins_in_fc or self.fc is None:
             (state,) = taps
             return state
@@ -119,7 +119,7 @@ class DraftHead(CachedHead):
         return self.fc(states if self.input_norm is None else self.input_norm(states))
 
     def next_inputs(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a chain's next step takes. A P-EAGLE's takes its mask token and its mask feature."""
+        """Return the inputs of a chain's next step: for a P-EAGLE its mask token and mask feature."""
         if self.mask_token is None:
             return tokens, feature
         return torch.full_like(tokens, self.mask_token), self.mask_feature.expand(1, tokens.shape[1], -1)
@@ -127,7 +127,7 @@ class DraftHead(CachedHead):
     def forward(
         self, tokens: Tensor, feature: Tensor, input_pos: Tensor, last: bool = False, accepted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run draft slots ``input_pos`` and write their keys and values.
+        """Compute the rows at draft slots ``input_pos`` and write their keys and values.
 
         Args:
             tokens: int64 [1, T], target ids; slot p takes token p + 1
@@ -178,14 +178,14 @@ class DraftHead(CachedHead):
         return torch.cat((tokens, masks), 1), torch.cat((feature, features), 1), torch.cat((input_pos, positions))
 
     def _masked_behind(self, tokens: Tensor, feature: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-        """Replace the rows after row ``accepted`` by mask rows. The first of them give the proposals."""
+        """Replace the rows after row ``accepted`` by mask rows, of which the first ones give the proposals."""
         assert self.mask_token is not None, "a P-EAGLE has a mask token"
         behind = torch.arange(tokens.shape[1], device=tokens.device) > accepted
         tokens = torch.where(behind, self.mask_token, tokens)
         return tokens, torch.where(behind[None, :, None], self.mask_feature, feature)
 
     def _kept(self, last: bool, accepted: Tensor | None) -> Keep | None:
-        """Return a function that picks the rows needed of the last layer, None for all rows."""
+        """Return a function that selects the rows that the last layer must compute; None for all rows."""
         if accepted is not None:
             rows = (accepted + torch.arange(self.proposals, device=accepted.device))[None, :, None]
             return lambda x: x.gather(1, rows.expand(-1, -1, x.shape[-1]))

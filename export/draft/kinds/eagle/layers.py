@@ -2,9 +2,9 @@
 
 first layer (EAGLE-3, P-EAGLE):  e = input_layernorm(embed(token));  h = hidden_norm(f)
                                  x = (h if norm_before_residual else f) + attention(cat[e, h])
-first layer (EAGLE 1, 2, HASS):  f = fc(cat[embed_norm(embed(token)), f]);  x = f + attention(f)
-later layers:                    x = f + attention(input_layernorm(f)), SGLang's by hidden_norm
-all:                             g = x + mlp(post_attention_layernorm(x))
+first layer (EAGLE 1, 2, HASS):  f = fc(cat[embed_norm(embed(token)), f]);  x = f + attention(f) later layers:
+x = f + attention(input_layernorm(f)); SGLang's use hidden_norm all:                             g = x +
+mlp(post_attention_layernorm(x))
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from eagle3.export.draft.dialects.dialect import EAGLE
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.targets.attention import HF_ATTENTION
 
-RMSNorm = modeling_llama.LlamaRMSNorm  # x * w, variance in float32; Qwen3's and GLM's are the same
+RMSNorm = modeling_llama.LlamaRMSNorm  # x * w with the variance in float32, as in Qwen3 and GLM
 
 Keep = Callable[[Tensor], Tensor]
-"""Picks rows: [1, T, ...] -> [1, R, ...]."""
+"""A function that selects rows: [1, T, ...] -> [1, R, ...]."""
 
 
 class DraftLayer(nn.Module):
@@ -40,7 +40,7 @@ class DraftLayer(nn.Module):
         config, where = _config(draft), f"layers.{index}"
         self.first = index == 0
         self.joins = self.first and draft.kind != EAGLE
-        """Attention takes the embedding concatenated with the feature."""
+        """True if attention takes the embedding concatenated with the feature."""
         self.norm_before_residual = self.joins and draft.norm_before_residual
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if draft.has(f"{where}.{name}") else None
@@ -58,9 +58,9 @@ class DraftLayer(nn.Module):
                 setattr(owner, name, nn.Linear(inputs, linear.out_features, bias=bias))
 
     def attention_of(self, draft: EagleDescription, where: str) -> nn.Module:
-        """Return the attention, whose linears ``__init__`` replaces. ``where`` is the layer's name. GLM's applies RoPE
-        to the first dimensions of a head only. It splits each head for that, which would cost time where all dimensions
-        have RoPE."""
+        """Return the attention, whose linears ``__init__`` then replaces. ``where`` is the layer's name. With a partial
+        RoPE it is GLM's attention. That splits each head, which would cost time in a head with RoPE on all
+        dimensions."""
         if _rotates_in_part(draft):
             attention: Any = modeling_glm4_moe.Glm4MoeAttention
         elif draft.has(f"{where}.self_attn.q_norm"):
@@ -71,7 +71,7 @@ class DraftLayer(nn.Module):
 
     def forward(self, embedding: Tensor, feature: Tensor, keep: Keep | None, **attention: Any) -> Tensor:
         """Compute embedding (used by the first layer only) and feature, each [1, T, H] -> [1, T, H], or only the rows
-        that ``keep`` picks. Of the other rows only keys and values are needed."""
+        that ``keep`` selects. For the other rows only keys and values are computed."""
         if self.joins:
             normed, embedding = _normed(self.hidden_norm, feature), _normed(self.input_layernorm, embedding)
             residual, x = normed if self.norm_before_residual else feature, torch.cat((embedding, normed), dim=-1)
@@ -101,6 +101,6 @@ def _rotates_in_part(draft: EagleDescription) -> bool:
 def _config(draft: EagleDescription) -> LlamaConfig:
     config = deepcopy(draft.layer)
     config._attn_implementation = HF_ATTENTION
-    config.layer_types, config.sliding_window = ["full_attention"], None  # the window is kv_attention's
+    config.layer_types, config.sliding_window = ["full_attention"], None  # kv_attention applies the window
     config.use_qk_norm = draft.has("layers.0.self_attn.q_norm")
     return config

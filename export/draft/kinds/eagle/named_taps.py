@@ -1,6 +1,5 @@
-"""Reads the ids of the taps that a head's file names, under any name and at any place.
-
-A wrong tap gives no error, so that a file that names two sets of them is refused.
+"""Reads the ids of the taps from a head's file, under any known key and at any place. A wrong tap causes no error, so a
+file that names two different sets is refused.
 """
 
 from collections.abc import Mapping
@@ -13,16 +12,17 @@ from eagle3.export.draft.dialects.angelslim import AUX_OUTPUTS
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 _MEANINGS = {AUX_OUTPUTS: "output", "target_layer_ids": "output", "aux_hidden_state_layer_ids": "input"}
-"""Other keys of the taps, each with what its ids mean in the code that writes it: AngelSlim's, z-lab's and DeepSpec's,
-speculators' of DFlash heads."""
+"""Maps other keys of the taps to the meaning of their ids in the code that writes them: the keys of AngelSlim, of z-lab
+and DeepSpec, and of DFlash heads in speculators."""
 
 
 def named_taps(
     config: Mapping[str, Any], file: Path, dialect: Dialect
 ) -> tuple[tuple[int, ...] | None, str, list[str]]:
-    """Return the ids of the taps, "input" or "output" for their meaning, and lines on ids under another system's key.
+    """Return the ids of the taps, their meaning ("input" or "output"), and warnings about ids under another system's
+    key.
 
-    Raises ValueError for ids at two places, or under two keys, that are of different layers.
+    Raises ValueError if ids at two places or under two keys mean different layers.
     """
     own = {AUX_IDS, dialect.ids_key}
     meanings = _MEANINGS | {AUX_IDS: dialect.ids_are} | {dialect.ids_key: dialect.ids_are}
@@ -40,14 +40,15 @@ def named_taps(
     for other, its_key, its_ids in others:
         if its_ids != ids and _inputs(its_ids, meanings[its_key]) != _inputs(ids, meanings[key]):
             raise ValueError(
-                f"{file} names taps twice: {name} is {list(ids)}, {other} is {list(its_ids)}: they are of different "
+                f"{file} names taps twice: {name} is {list(ids)}, {other} is {list(its_ids)}: they mean different "
                 "layers, take out the ones that the head was not trained with"
             )
     lines = []
     if key not in own and key != dialect.second_ids_key:
         lines.append(
-            f"{file} names its taps as {name} {list(ids)}, a key of other systems than {dialect.name}, taken as "
-            f"{meanings[key]}s of layers as there: type --aux-layers if hardly anything is accepted"
+            f"{file} names its taps as {name} {list(ids)}, a key that {dialect.name} does not have, taken as "
+            f"{meanings[key]}s of layers as in the systems that have it: type --aux-layers if hardly anything is "
+            "accepted"
         )
     return ids, meanings[key], lines
 

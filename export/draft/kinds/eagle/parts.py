@@ -1,4 +1,5 @@
-"""The parts of an EAGLE head, under the names of ``KindModule``. ``read_draft`` calls its reading with a dialect."""
+"""Collects the parts of an EAGLE head under the names of ``KindModule``, but for ``read``: ``read_draft`` calls
+``read_eagle`` with a dialect."""
 
 from eagle3.export.draft.common.pairing import check_pair
 from eagle3.export.draft.kinds.eagle.fields import FIELDS

@@ -14,7 +14,7 @@ Headers = Mapping[str, TensorHeader]
 
 
 def check_gemma4(folder: Path, gemma4: bool, own: Headers) -> None:
-    """Check that the head has what Gemma 4's layers have beside Llama's, or that it has none of it."""
+    """Check that the head has all tensors that only Gemma 4's layers have, or, if ``gemma4`` is False, none of them."""
     for name in ("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight", "layer_scalar"):
         if gemma4 != (f"layers.0.{name}" in own):
             raise ValueError(
@@ -55,7 +55,7 @@ def check_presence(
         }
         implied |= {} if final else {"layers.0.hidden_norm.weight": True}
         if final and "layers.0.hidden_norm.weight" not in own:
-            warnings.append(f"{folder} has no hidden_norm: the target's final state is taken as it is")
+            warnings.append(f"{folder} has no hidden_norm: the target's final state is taken without a norm")
     for name, wanted in implied.items():
         if wanted != (name in own):
             raise ValueError(
@@ -64,7 +64,7 @@ def check_presence(
             )
     fc_norm = any(name.startswith("fc_norm.") for name in own)
     said = boolean(variants, "fc_norm", None, file)
-    if not said:  # SGLang's older name of it
+    if not said:  # SGLang's older name of the key
         said = boolean(variants, "use_aux_norm", fc_norm and said is None, file)
     if said != fc_norm:
         raise ValueError(f"{folder}: fc_norm is {said} in config.json, but the tensors differ")
@@ -72,7 +72,7 @@ def check_presence(
     fused = own["fc.weight"].shape[1] if said and not final else normed
     if normed != fused:
         raise ValueError(
-            f"{folder}: fc_norm has norms of {normed} features together, but fc takes {fused}: is a shard missing?"
+            f"{folder}: the norms of fc_norm have {normed} features together, but fc takes {fused}: is a shard missing?"
         )
     for key, name in (("attention_bias", "self_attn.q_proj"), ("mlp_bias", "mlp.gate_proj")):
         if boolean(variants, key, False, file) and f"layers.0.{name}.bias" not in own:

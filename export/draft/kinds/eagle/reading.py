@@ -1,6 +1,6 @@
 """Reads an EAGLE head of any dialect into an ``EagleDescription``, from its configuration and tensor headers alone.
 
-Contradictions are refused with both values. Missing information is guessed, and the guess is reported.
+Contradictions are refused with both values. Missing information is replaced by a default, and a warning names it.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def read_eagle(
     rope: RopeFlags,
 ) -> EagleDescription:
     """Describe the EAGLE head in the folder of ``source``, whose ``config.json`` is ``config``, with the headers of its
-    tensors. See ``read_draft`` for the other arguments. Raises ValueError, one line."""
+    tensors. See ``read_draft`` for the other arguments. Raises ValueError with one line."""
     file = source.path / "config.json"
     chosen = DIALECTS[dialect] if dialect else _recognize(file, config, headers)
     return _describe(source, file, config, headers, chosen, norm_before_residual, rope)
@@ -48,17 +48,17 @@ def _recognize(file: Path, config: dict[str, Any], headers: Headers) -> Dialect:
             return dialect
     if PARD in config:
         raise ValueError(
-            f"{file.parent} is a PARD model ({PARD} in config.json): independent models are not drafted with, type "
+            f"{file.parent} is a PARD model ({PARD} in config.json): independent draft models are not supported, type "
             "--draft with a head (eagle3-export --list-drafts lists the kinds)"
         )
     if "model_type" in config:
         raise ValueError(
             f"{file} is of a {config['model_type']} model, and it has no fc.weight as a draft head has: if it is the "
-            f"target, type --checkpoint {file.parent}; independent models are not drafted with"
+            f"target, type --checkpoint {file.parent}; independent draft models are not supported"
         )
     raise ValueError(
-        f"{file}: no draft head of a dialect that we read (architectures: {config.get('architectures') or 'none'}): "
-        f"type --draft-dialect with one of {', '.join(DIALECTS)} if it is one"
+        f"{file}: not recognized as a draft head (architectures: {config.get('architectures') or 'none'}): if it is "
+        f"one, type --draft-dialect with one of {', '.join(DIALECTS)}"
     )
 
 
@@ -95,8 +95,8 @@ def _describe(
     if kind != P_EAGLE and dialect.depth_is_targets and any(windows(file, layer, layers)):
         layer.layer_types = None
         warnings.append(
-            f"{file}: the sliding layers are its target's, as {dialect.trainer} writes them: the head attends to "
-            "everything, as in training; type --draft-window for a window"
+            f"{file}: {dialect.trainer} copies the sliding layers from the target: the head has full attention, as in "
+            "training; type --draft-window for a window"
         )
         variants = {key: value for key, value in variants.items() if key != WINDOWS}
     _check_depth(file, config, kind, dialect, layer.num_hidden_layers, names)
@@ -134,7 +134,9 @@ def _describe(
                 "hardly anything is accepted, type --norm-before-residual true"
             )
     if kind == P_EAGLE and "embed_tokens.weight" not in own:
-        raise ValueError(f"{folder} lacks embed_tokens.weight: a P-EAGLE's is trained, the target's is another")
+        raise ValueError(
+            f"{folder} lacks embed_tokens.weight: the embedding of a P-EAGLE is trained and differs from the target's"
+        )
     if any(folder.glob("adapter_model.*")):
         warnings.append(
             f"{folder} has a LoRA of its target beside the head (adapter_model): merge it into the target, or less is "
@@ -191,9 +193,9 @@ def _own_tensors(folder: Path, headers: Headers) -> tuple[dict[str, str], dict[s
 def _check_depth(
     file: Path, config: Mapping[str, Any], kind: str, dialect: Dialect, said: int, names: Mapping[str, str]
 ) -> None:
-    """Raise ValueError if ``config.json`` gives the head's own depth, not its target's, and another number of layers
-    has tensors. ``said`` is ``num_hidden_layers`` of ``config.json``. ``names`` maps the checkpoint's names to
-    ``DraftHead``'s."""
+    """Raise ValueError if ``config.json`` gives the head's own depth, not its target's, and that differs from the
+    number of layers with tensors. ``said`` is ``num_hidden_layers`` of ``config.json``. ``names`` maps the checkpoint's
+    names to ``DraftHead``'s."""
     layers, key = layer_count(names.values()), "num_hidden_layers"
     if kind == EAGLE and dialect.depth_of_eagle:
         key = dialect.depth_of_eagle
@@ -209,7 +211,7 @@ def _check_depth(
 
 def _refuse_variants(file: Path, variants: Mapping[str, Any]) -> None:
     for key, what in (
-        ("use_mtp_layernorm", "norms embedding and state as MTP layers do"),
+        ("use_mtp_layernorm", "applies norms to embedding and state as MTP layers do"),
         ("eh_proj_before_attn", "projects embedding and state before attention"),
     ):
         if boolean(variants, key, False, file):
@@ -219,7 +221,7 @@ def _refuse_variants(file: Path, variants: Mapping[str, Any]) -> None:
             f"{file}: parallel_draft_step is {variants['parallel_draft_step']}: heads with Medusa's parallel layers "
             "are not supported"
         )
-    number(variants, "logit_scale", None, file)  # one above 0 changes no greedy proposal
+    number(variants, "logit_scale", None, file)  # a scale above 0 does not change greedy proposals
     if boolean(variants, "norm_before_fc", False, file) and boolean(variants, "fc_norm", False, file):
         raise ValueError(f"{file}: norm_before_fc and fc_norm are both true, but exclude each other: correct it")
 
@@ -239,12 +241,12 @@ def _later_norm(folder: Path, own: Headers, layers: int, dialect: Dialect) -> st
 def _output_norm(
     file: Path, variants: Mapping[str, Any], own: Headers, dialect: Dialect, kind: str, warnings: list[str]
 ) -> tuple[bool, bool]:
-    """Return two flags: lm_head takes the normed state; the next step takes the normed state."""
+    """Return two flags: whether lm_head takes the normed state, and whether the next step does."""
     said = boolean(variants, "norm_output", False, file)
     if variants.get("norm_output") is not None and dialect.norm_output_doubt:
-        meaning = "the next step's feature" if dialect.norm_output_feeds else "what lm_head takes"
+        meaning = "the next step's feature" if dialect.norm_output_feeds else "lm_head's input"
         warnings.append(
-            f"{file}: norm_output is {str(said).lower()}, read as {dialect.name} does, of {meaning}: type "
+            f"{file}: norm_output is {str(said).lower()}, read as in {dialect.name}, for {meaning}: type "
             f"--draft-dialect {dialect.norm_output_doubt} trained the head"
         )
     if not dialect.norm_output_feeds:
@@ -254,7 +256,8 @@ def _output_norm(
 
 
 def _lm_head(folder: Path, config: Mapping[str, Any], own: Headers, vocabulary: int, kind: str) -> tuple[bool, bool]:
-    """Return two flags: the head uses the target's lm_head; the head uses its own embedding as lm_head."""
+    """Return two flags: whether the head uses the target's lm_head, and whether it uses its own embedding as
+    lm_head."""
     spoken = count(config, "draft_vocab_size", None, folder / "config.json")
     head = own.get("lm_head.weight")
     if head is not None:

@@ -1,8 +1,8 @@
-"""Decides the RoPE of an EAGLE head where its file may say another than the one that it was trained with.
+"""Decides the RoPE of an EAGLE head, since its file may name another one than it was trained with.
 
 Some trainers ignore ``rope_theta`` or ``partial_rotary_factor``, some only in older versions, which a file does not
-record. The head gets its trainer's RoPE; where the file cannot tell, it gets the file's, and a line says so. The flags
-``--draft-rope-theta`` and ``--draft-partial-rotary`` decide before both.
+record. The head gets its trainer's RoPE. If the file does not show that, it gets the file's, and a warning says so. The
+flags ``--draft-rope-theta`` and ``--draft-partial-rotary`` override both.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 FILE = "file"
-"""The value of both flags for what the head's ``config.json`` says."""
+"""The value of both flags that selects the value in the head's ``config.json``."""
 
 
 @dataclass(frozen=True)
 class RopeFlags:
-    """The values of the flags: a number, ``FILE``, or None where nothing was typed, for what training had."""
+    """The values of the two flags: a number, ``FILE``, or None for a flag that was not typed, which selects the value
+    in training."""
 
     theta: float | str | None = None
     part: float | str | None = None
     publisher: str | None = None
-    """Who published the head on the hub, which may tell its trainer where the file does not; no flag's value."""
+    """The organization that published the head on the hub, which may show its trainer if the file does not. It is not a
+    flag."""
 
     @property
     def decided(self) -> tuple[str, ...]:
@@ -47,8 +49,9 @@ def trained_rope(
     kind: str,
     flags: RopeFlags,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the RoPE parameters that a head of ``kind`` was trained with, and lines on what differs from its file or
-    cannot be told from it. ``layer`` has the file's parameters, ``fields`` are the file's keys."""
+    """Return the RoPE parameters that a head of ``kind`` was trained with, and warnings about parameters that differ
+    from its file or that the file does not show. ``layer`` has the file's parameters, ``fields`` are the file's
+    keys."""
     base, of_base = _base(file, layer.rope_parameters, fields, dialect, kind, flags)
     part, of_part = _part(file, layer.rope_parameters, dialect, flags.part)
     changes = {"rope_theta": base} | ({} if part is None else {"partial_rotary_factor": part})
@@ -74,11 +77,11 @@ def _base(
         return said, []
     if heeds is False:
         return IGNORED_BASE, [
-            f"{file}: rope_theta is {said:.10g}, which {trainer}'s code takes no notice of: the head's RoPE "
+            f"{file}: rope_theta is {said:.10g}, which {trainer}'s code ignores: the head's RoPE "
             f"has base {IGNORED_BASE:.10g}, as in training; type --draft-rope-theta {FILE} if another system trained it"
         ]
     return said, [
-        f"{file}: rope_theta is {said:.10g}, and the file cannot tell whether the head was trained with it: "
+        f"{file}: rope_theta is {said:.10g}, and the file does not show whether the head was trained with it: "
         f"{dialect.base_doubt}. Its RoPE has base {said:.10g}; if little is accepted, type --draft-rope-theta "
         f"{IGNORED_BASE:.10g}"
     ]
@@ -93,7 +96,7 @@ def _part(
     if said in (None, 1.0) or dialect.heeds_part or rope["rope_type"] != "default":
         return said, []
     return 1.0, [
-        f"{file}: partial_rotary_factor is {said:.10g}, which {dialect.name}' code takes no notice of with rope_type "
+        f"{file}: partial_rotary_factor is {said:.10g}, which {dialect.name}' code ignores with rope_type "
         f"default: RoPE applies to whole heads, as in training; vLLM applies it to {said:.10g} of them. If little is "
         f"accepted, type --draft-partial-rotary {FILE}"
     ]

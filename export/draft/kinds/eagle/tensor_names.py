@@ -22,7 +22,7 @@ _PREFIXES = {
     r"aux_norm_high\.": "fc_norm.2.",
 }
 _UNREAD = r"verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq"
-"""Tensors that training leaves in a checkpoint and that are not read: parts of the target, rotary tables."""
+"""Tensors in checkpoints that are not read: parts of the target and rotary tables, which training leaves there."""
 
 MASK = "mask_hidden"
 

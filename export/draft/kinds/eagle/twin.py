@@ -1,6 +1,5 @@
-"""The twin of an EAGLE head: the formulas of its dialect, which recompute every row, against our head and its KV cache.
-
-The head is seeded from taps in chunks, chains rows on its own features and rolls them back, until positions are past
+"""The twin check of an EAGLE head: compares the head and its KV cache with the formulas of its dialect, which recompute
+every row. The head is seeded from taps in chunks, drafts from its own features and rolls back, until positions are past
 its sliding window.
 """
 
@@ -58,9 +57,7 @@ def compare(draft: EagleDescription, taps: int, overridden: bool | None = None, 
             overridden,
             RopeFlags(FILE, FILE),
         )
-        length = max(
-            prompt_length(small.to_dict()), 2 * CHUNK + CHAIN
-        )  # a head may know fewer positions than a chunk has
+        length = max(prompt_length(small.to_dict()), 2 * CHUNK + CHAIN)  # a head may have fewer positions than a chunk
         target = stand_in(VOCABULARY, small.hidden_size, generator)
         head: Any = load_head(DraftHead, twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
         states = [torch.randn(1, length, width, generator=generator) for _ in range(taps or 1)]
@@ -78,7 +75,7 @@ def _small_layer(draft: EagleDescription) -> "LlamaConfig":
 
 
 def _shrunken(draft: EagleDescription, small: "LlamaConfig", overridden: bool | None) -> dict[str, Any]:
-    """Return the head's own ``config.json`` with smaller sizes."""
+    """Return the head's ``config.json`` with smaller sizes."""
     config = read_object(draft.folder / "config.json")
     fields = config if draft.gemma4 else DIALECTS[draft.dialect].layer_fields(config)
     cut = small.to_dict()
@@ -100,17 +97,18 @@ def _shrunken(draft: EagleDescription, small: "LlamaConfig", overridden: bool | 
 
 
 def _spoken(draft: EagleDescription) -> int:
-    """Return the size of the twin's draft vocabulary."""
+    """Return the size of the small copy's draft vocabulary."""
     return DRAFT_VOCABULARY if draft.maps_vocabulary else VOCABULARY
 
 
 def _random_tensors(
     draft: EagleDescription, layer: "LlamaConfig", taps: int, width: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Draw a tensor for each one of the checkpoint, by name. Raises ValueError for a tensor without a formula."""
+    """Draw a random tensor for each tensor of the checkpoint, by name. Raises ValueError for a tensor without a
+    formula."""
     shapes = _shapes(draft, layer, taps, width)
     tensors = {}
-    unread = {name: own_name(name) for name in draft.source.headers()}  # tensors that must make no difference
+    unread = {name: own_name(name) for name in draft.source.headers()}  # tensors that must not affect the output
     unread = {name: own for name, own in unread.items() if own in shapes}
     for name, own in (unread | draft.tensor_names).items():
         if own == "d2t":

@@ -1,8 +1,7 @@
 """Refuses settings of a draft checkpoint that its trainer's code ignores, because other systems would apply them and
-compute another head.
-
-A dialect lists the keys that its trainer uses. If files of other systems look like its own, it also lists the tensors
-and the kinds of RoPE (``dialects/dialect.py``). For any other setting the user is asked; nothing is guessed.
+compute another head. A dialect lists the keys that its trainer uses. If files of other systems look the same, the
+dialect also lists the tensors and the kinds of RoPE (``dialects/dialect.py``). For any other setting an error asks the
+user to decide.
 """
 
 import json
@@ -27,11 +26,11 @@ SILENT: dict[str, tuple[Any, ...]] = {
 }
 """The keys of the variants that ``DraftHead`` supports, each with the values that have no effect."""
 PART = "partial_rotary_factor"
-"""Another such key, at the top or within the RoPE."""
+"""The key of a partial RoPE, which may be at the top level or among the RoPE's keys."""
 WINDOWS = "layer_types"
-"""Another such key; it has an effect if it names a layer other than ``full_attention``."""
+"""The key of the layers' types; it has an effect if a type is not ``full_attention``."""
 DERIVED = "use_sliding_window"
-"""Another such key; it has an effect if the class of ``model_type`` derives sliding layers from it."""
+"""A key that has an effect if the class of ``model_type`` derives sliding layers from it."""
 
 
 def refuse_unheeded_variants(
@@ -47,9 +46,9 @@ def refuse_unheeded_variants(
 
     Args:
         variants: the keys of the configuration, including those of ``eagle_config`` and of the layers
-        tensors: names of ``DraftHead``
+        tensors: names of the tensors in ``DraftHead``
         overridden: keys that a flag of the export overrides
-        windows: the sliding window of each layer by the configuration, 0 for none
+        windows: the sliding window of each layer in the configuration, 0 for none
     """
     heeds, trainer = dialect.heeds(kind), dialect.trainer
     for key, value in said(variants, windows).items():
@@ -77,7 +76,8 @@ def doubts_of_taps(dialect: Dialect, file: Path, ids: tuple[int, ...] | None, id
 
 
 def said(variants: Mapping[str, Any], windows: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the keys of ``variants`` that change the head, with their values. ``windows`` are those of its layers."""
+    """Return the keys of ``variants`` that change the head, with their values. ``windows`` are the sliding windows of
+    its layers."""
     found = {key: variants[key] for key, silent in SILENT.items() if variants.get(key) not in (None, *silent)}
     kinds = variants.get(WINDOWS)
     if isinstance(kinds, list) and set(map(str, kinds)) != {"full_attention"} and kinds:
@@ -98,8 +98,7 @@ def rope_kinds(variants: Mapping[str, Any]) -> dict[str, Any]:
 
 def _asked(fact: str, trainer: str, remove: str) -> str:
     return (
-        f"{fact}, which {trainer}'s code takes no notice of: {remove} if that trained the head, else type "
-        "--draft-dialect sglang"
+        f"{fact}, which {trainer}'s code ignores: {remove} if that trained the head, else type --draft-dialect sglang"
     )
 
 

@@ -1,6 +1,6 @@
 """Determines the kind of head of a checkpoint: its tensors decide, and its configuration must agree.
 
-An EAGLE-3 head run as an EAGLE has no accepted tokens at all, and vice versa.
+If an EAGLE-3 head is run as an EAGLE, or the other way round, no token is accepted.
 """
 
 import re
@@ -15,8 +15,8 @@ from eagle3.export.draft.kinds.eagle.tensor_names import MASK
 
 PARD = "pard_token"
 MASK_TOKENS = ("mask_token_id", PARD, "ptd_token_id")
-"""Keys of the mask token, which stands for proposals that are not made yet: speculators' and NeMo's, then vLLM's
-two. PARD itself, an independent model, has the second."""
+"""Keys of the mask token, which stands for tokens that are not proposed yet: the key of speculators and NeMo, then the
+two of vLLM. Of these, PARD, an independent draft model, has the second."""
 _DECLARED = {
     r"P[Ee]agle|^peagle$": P_EAGLE,
     r"Eagle3|^eagle3$": EAGLE3,
@@ -41,13 +41,13 @@ def head_kind(file: Path, config: Mapping[str, Any], width: int, own: Mapping[st
     else:
         raise ValueError(
             f"{file.parent}: q_proj of the first layer takes {query.shape[-1]} inputs, but an EAGLE-3 head takes twice "
-            f"its hidden_size {width}, an EAGLE its hidden_size after an fc: this head is of neither kind"
+            f"its hidden_size {width}, an EAGLE its hidden_size after an fc: this head is neither"
         )
     if declared is not None and declared != kind and (declared, kind) != (EAGLE3, P_EAGLE):
         raise ValueError(
             f"{file} says {declared} (architectures: {_architectures(config)}), but the tensors are those of an {kind} "
-            f"head (q_proj takes {query.shape[1]} inputs for a hidden_size of {width}): run as the other it would "
-            "accept nothing; correct architectures, or copy the files again"
+            f"head (q_proj takes {query.shape[1]} inputs for a hidden_size of {width}): read as the wrong kind, none "
+            "of its tokens would be accepted; correct architectures, or copy the files again"
         )
     return kind
 

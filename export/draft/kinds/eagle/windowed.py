@@ -1,7 +1,8 @@
 """Gives the layers of an EAGLE head a sliding window that it was not trained with.
 
-A head that was trained with full attention on short texts accepts ever less behind longer ones. With a window it sees
-no more positions at a time than it was trained on: 1.34 to 1.88 tokens a round on LongBench, vllm-ascend 10023.
+The acceptance length of a head that was trained with full attention on short texts falls in longer ones. With a window
+it attends to no more positions than in training: the acceptance length on LongBench rises from 1.34 to 1.88
+(vllm-ascend 10023).
 """
 
 from copy import deepcopy
@@ -18,8 +19,8 @@ def windowed(draft: DraftDescription, window: int) -> DraftDescription:
     """
     if not isinstance(draft, EagleDescription):
         raise ValueError(
-            f"--draft-window {window} is for EAGLE heads, {draft.folder} is a head of the kind {draft.kind}: leave it "
-            "out"
+            f"--draft-window {window} is for EAGLE heads, but {draft.folder} is a head of the kind {draft.kind}: leave "
+            "it out"
         )
     if any(draft.windows):
         raise ValueError(

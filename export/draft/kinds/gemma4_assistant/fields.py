@@ -1,4 +1,4 @@
-"""The fields of a Gemma 4 assistant that may be read in more than one way."""
+"""The fields of a Gemma 4 assistant that can be read in more than one way."""
 
 from collections.abc import Iterable
 from copy import deepcopy
@@ -9,7 +9,7 @@ from eagle3.export.draft.common.fields import STATE
 
 
 def _theta_of(kind: str) -> Field:
-    """Return the field of the RoPE base of the layers of a kind of attention."""
+    """Return the field for the RoPE base of all layers with this kind of attention."""
 
     def rope(reading: HeadReading) -> dict[str, Any]:
         return reading.draft.layer.rope_parameters.get(kind) or {}

@@ -1,15 +1,16 @@
-"""A Gemma 4 assistant as a module: no keys, values or caches of its own.
+"""The module of a Gemma 4 assistant, which has no keys, values or caches of its own.
 
     x = pre_projection(cat[the target's scaled embedding of token p + 1, feature of p])
     x = layers(x), whose queries attend to the target's keys and values up to p, rotated for position p + 1
     state = norm(x);  logits = lm_head(state);  the next feature is post_projection(state)
 
-The feature of the first step is the target's final state after its norm. All steps of a round have the same p: the
-slot of the newest token, p + 1, holds a rejected token's keys or none, and is left out. A layer attends to the last of
-the target's layers of its kind that keeps keys; a sliding one to as many slots as the target's window has.
+The feature of the first step is the target's final state after its norm. All steps of a round have the same p: the slot
+of the newest token, p + 1, holds the keys of a rejected token or none, so that the queries do not attend to it. A layer
+attends to the keys of the last target layer of its kind that has a cache; a sliding layer attends to as many slots as
+the target's window.
 
 With ``use_ordered_embeddings`` the tokens are grouped around centroids. Only the tokens of the best centroids are
-scored; all others get one less than the least of them.
+scored; all others get the smallest of these scores, less one.
 
 Source: transformers' ``Gemma4AssistantForCausalLM`` and ``SinglePositionMultiTokenCandidateGenerator``.
 """
@@ -31,7 +32,7 @@ from eagle3.targets.gemma4 import SharedInputs, rotary
 
 
 class Head(head.Head):
-    """A Gemma 4 assistant. A call runs one row."""
+    """A Gemma 4 assistant. A call computes one row."""
 
     token_ordering: Tensor
 
@@ -56,11 +57,11 @@ class Head(head.Head):
     def attach(
         self,
         draft: AssistantDescription,
-        attention: AttentionFactory,  # noqa: ARG002 - it attends by the target's modules
+        attention: AttentionFactory,  # noqa: ARG002 - the target's modules compute its attention
         dtype: torch.dtype,
         target: TapTarget,
     ) -> Self:
-        """Add the rotary tables (float32), and the modules of the target that it reads."""
+        """Add the rotary tables (float32), and the modules of the target whose caches it reads."""
         tables: Any = Gemma4TextRotaryEmbedding(draft.layer)
         self.kinds = sorted(set(draft.layer.layer_types))
         self.rotary_scales = {kind: getattr(tables, f"{kind}_attention_scaling") for kind in self.kinds}
@@ -70,7 +71,7 @@ class Head(head.Head):
             groups = self.token_ordering.long().view(draft.config.num_centroids, -1)
             self.register_buffer("token_ordering", groups)
         self.dtype = dtype
-        self._target = [target]  # in a list: it is no part of the head, and its tensors keep their names
+        self._target = [target]  # in a list, so that it is not a submodule and its tensors keep their names
         for layer, kind in zip(self.layers, draft.layer.layer_types, strict=True):
             attn: Any = layer.self_attn
             attn.kept = [target.kept(kind)]
@@ -106,7 +107,7 @@ class Head(head.Head):
         """Return logits [1, 1, vocab_size] of a normed state [1, 1, width]."""
         if not self.ordered:
             return self.lm_head(state)
-        if state.shape[1] > 1:  # of a measurement
+        if state.shape[1] > 1:  # the rows of a measurement
             return torch.cat([self._scores(row) for row in state.split(1, dim=1)], dim=1)
         best = self.centroids(state).topk(self.chosen, dim=-1).indices
         ids = self.token_ordering[best.flatten()].reshape(1, 1, -1)
@@ -116,7 +117,7 @@ class Head(head.Head):
 
 
 class Layer(Gemma4DecoderLayer):
-    """ExecuTorch's layer of Gemma 4, with queries alone."""
+    """ExecuTorch's layer of Gemma 4 with queries only."""
 
     def __init__(self, config: Any, index: int):  # noqa: ANN401 - transformers' text configuration
         nn.Module.__init__(self)
@@ -132,7 +133,7 @@ class Layer(Gemma4DecoderLayer):
 
 
 class QueryAttention(nn.Module):
-    """Queries that attend to the caches of a layer of the target, ``kept``."""
+    """Attention whose queries attend to the cache of ``kept``, a layer of the target."""
 
     def __init__(self, config: Any, index: int):  # noqa: ANN401 - transformers' text configuration
         super().__init__()
@@ -143,7 +144,7 @@ class QueryAttention(nn.Module):
         self.kept: list[Any] = []
 
     def forward(self, x: Tensor, _input_pos: Tensor, rows: SharedInputs) -> Tensor:
-        """x [1, T, width] -> [1, T, width]"""
+        """Return the attention's output: x [1, T, width] -> [1, T, width]."""
         query = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)))
         query = query * rows.cos.unsqueeze(2) + modeling_llama.rotate_half(query) * rows.sin.unsqueeze(2)
         (kept,) = self.kept

@@ -1,5 +1,5 @@
-"""Check that an assistant fits a target: it attends to the target's keys, so that their shapes and positions must be
-those that it was trained with."""
+"""Checks that an assistant fits a target. It attends to the target's keys, so their shapes and rotations must be the
+same as in its training."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def check_pair(
     draft: AssistantDescription, target_config: "PreTrainedConfig", _taps: tuple[int, ...], _trained_for: str
 ) -> None:
-    """Raise ValueError where the head cannot belong to the target; the line has both values."""
+    """Raise ValueError if the head cannot belong to the target; the message has both values."""
     other = "likely not a matched pair: type --draft with the assistant of this target"
     if not target_config.model_type.startswith("gemma4"):
         raise ValueError(f"the draft is a Gemma 4 assistant, but the target is a {target_config.model_type}: {other}")
@@ -36,13 +36,13 @@ def check_pair(
 
 
 def _sharing(config: Any) -> int:  # noqa: ANN401 - transformers' text configuration
-    """Return how many of the last layers use other layers' keys."""
+    """Return the number of layers, at the end of the model, that use other layers' keys."""
     return getattr(config, "num_kv_shared_layers", 0) or 0
 
 
 def _attended(config: Any, kind: str, layers: int) -> dict[str, Any] | None:  # noqa: ANN401
-    """Return what describes the keys that layers of a kind attend to; None where the first ``layers`` have none of
-    it."""
+    """Return the properties of the keys to which layers of a kind attend; None if the first ``layers`` layers have none
+    of that kind."""
     found = [index for index in range(layers) if config.layer_types[index] == kind]
     if not found:
         return None
@@ -63,10 +63,10 @@ def _check_ordering(draft: AssistantDescription) -> None:
             f"centroid_intermediate_top_k {draft.config.centroid_intermediate_top_k}: correct config.json"
         )
     if "token_ordering" not in draft.headers:
-        return  # named as missing with all other tensors
+        return  # reported with all other missing tensors
     ids = draft.source.tensor(ORDERING).long()
     if ids.sort().values.tolist() != list(range(tokens)):
         raise ValueError(
             f"{draft.folder}: {ORDERING} has {ids.unique().numel()} different ids from {int(ids.min())} to "
-            f"{int(ids.max())}, but must be an order of 0..{tokens - 1}: is a shard of another head?"
+            f"{int(ids.max())}, but must be a permutation of 0..{tokens - 1}: does a shard belong to another head?"
         )

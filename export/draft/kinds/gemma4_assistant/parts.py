@@ -1,4 +1,4 @@
-"""The parts of a Gemma 4 assistant, under the names of ``KindModule``."""
+"""Collects the parts of a Gemma 4 assistant under the names of ``KindModule``."""
 
 from eagle3.export.draft.kinds.gemma4_assistant.fields import FIELDS
 from eagle3.export.draft.kinds.gemma4_assistant.head import Head

@@ -1,8 +1,7 @@
-"""An assistant's twin: transformers' own class against our head, over random keys and values of a stand-in target.
-
-The keys are written in chunks, with rejected rows behind each. Steps are chained, and positions pass the sliding window
-twice. transformers gets the keys that a head may see, cut for it: those before the newest token, and as many of a
-sliding layer as the window has (its own mask would let one more through).
+"""The twin check of an assistant: compares the head with transformers' own class, over random keys and values of a
+stand-in target. The keys are written in chunks, each followed by rejected rows. Steps are chained, and positions pass
+the sliding window twice. transformers is given only the keys to which the head may attend: those before the newest
+token, and in a sliding layer the last ones of the window (its own mask would let one more through).
 """
 
 from collections.abc import Iterator
@@ -47,8 +46,9 @@ def compare(draft: AssistantDescription, _taps: int, _overridden: bool | None = 
 
 @contextmanager
 def states_are_shared(config_class: type) -> Iterator[None]:
-    """Let transformers build models of a class of text configurations with keys for an assistant: one in which all
-    layers share is built, and one in which none does stores the last layer of each kind, as others do."""
+    """Let transformers build models of a class of text configurations with the keys that an assistant needs: a model in
+    which all layers share keys can be built, and a model in which none does stores the keys of the last layer of each
+    kind."""
     original_modes = original(KV_SHARING)
 
     def modes(self: Any) -> list[str | None]:  # noqa: ANN401 - transformers' text configuration
@@ -66,7 +66,7 @@ def states_are_shared(config_class: type) -> Iterator[None]:
 
 
 def small_reference(draft: AssistantDescription, seed: int) -> Any:  # noqa: ANN401 - a model of transformers
-    """Return transformers' own model of a shrunken configuration, with random weights."""
+    """Return transformers' model of a smaller configuration, with random weights."""
     from transformers import AutoModelForCausalLM
 
     text = shrink(draft.layer)
@@ -87,8 +87,9 @@ def small_reference(draft: AssistantDescription, seed: int) -> Any:  # noqa: ANN
 
 
 class StandIn(nn.Module):
-    """A target with random keys and values at each position, and an embedding. Keys are so short that each query
-    attends to many: where it attends to one alone, four layers and three steps amplify float32's rounding to 1e-4."""
+    """A target with random keys and values at each position, and an embedding. Keys have small norms, so that each
+    query attends to many of them: if it attended to one, four layers and three steps would amplify float32's rounding
+    errors to 1e-4."""
 
     def __init__(self, draft: AssistantDescription, length: int, generator: torch.Generator):
         super().__init__()
@@ -114,7 +115,7 @@ class StandIn(nn.Module):
         return self.modules_by_kind[kind]
 
     def write(self, start: int, end: int, rejected: int) -> None:
-        """Write the keys of positions ``start`` to ``end`` and wrong ones behind them."""
+        """Write the keys of positions ``start`` to ``end``, and wrong ones at ``rejected`` further positions."""
         for kind, module in self.modules_by_kind.items():
             pair = [torch.cat((each[:, start:end], self._noise(module.shape, rejected)), 1) for each in self.keys[kind]]
             positions = torch.arange(start, end + rejected)
@@ -122,7 +123,7 @@ class StandIn(nn.Module):
             module(query, *pair, module.rows(positions), 1.0)
 
     def seen(self, end: int) -> dict[str, tuple[Tensor, ...]]:
-        """Return the keys and values before position ``end``, as transformers takes them."""
+        """Return the keys and values before position ``end``, in the form that transformers takes."""
         first = {"sliding_attention": max(0, end - self.window), "full_attention": 0}
         return {
             kind: tuple(each[:, first[kind] : end].transpose(1, 2) for each in pair) for kind, pair in self.keys.items()

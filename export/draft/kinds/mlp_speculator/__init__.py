@@ -1,5 +1,5 @@
-"""MLP speculators, which IBM publishes as accelerators. A stage for each proposal turns the state before it and the
-embedding of the token before it into the next state. There is no attention, so no cache, and nothing is seeded."""
+"""MLP speculators, which IBM publishes as accelerators. Each proposal has a stage, which turns the previous state and
+the embedding of the previous token into the next state. There is no attention, so no cache and no seeding."""
 
 from eagle3.export.draft.common.kind import Kind
 

@@ -1,11 +1,11 @@
-"""An MLP speculator as a module: all proposals of a round in one call.
+"""The module of an MLP speculator, which makes all proposals of a round in one call.
 
     state = the target's final state after its norm;  with scale_input: rms_norm(state) / sqrt(2)
     for each stage:
         state = gelu(ln(proj(state) + ratio * emb(token)));  logits = head(state);  token = argmax(logits)
 
 ``ln`` is an RMS norm with a shift. The first token is the anchor. ``ratio`` weights embeddings so that half of the last
-state's magnitude is expected to come from the target's.
+state's expected magnitude comes from the target's state.
 
 Source: "Accelerating Production LLMs with Combined Token/Embedding Speculators", https://arxiv.org/abs/2404.19124.
 """
@@ -23,7 +23,7 @@ from eagle3.targets.attention import AttentionFactory
 
 
 class Head(head.Head):
-    """An MLP speculator. A call runs one row."""
+    """An MLP speculator. A call computes one row."""
 
     def __init__(self, draft: SpeculatorDescription, max_seq_len: int, proposals: int = 1):  # noqa: ARG002 - no cache
         super().__init__()
@@ -43,7 +43,7 @@ class Head(head.Head):
     def attach(
         self,
         draft: SpeculatorDescription,  # noqa: ARG002 - the checkpoint has all parts
-        attention: AttentionFactory,  # noqa: ARG002 - there is none
+        attention: AttentionFactory,  # noqa: ARG002 - it has none
         dtype: torch.dtype,  # noqa: ARG002
         target: TapTarget,  # noqa: ARG002
     ) -> Self:
@@ -66,12 +66,14 @@ class Head(head.Head):
         return self.chain(tokens, feature)[0], -feature
 
     def chains(self, tokens: Tensor, feature: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Propose behind every row from ``first`` on. See ``Head.chains``; ``length`` is the head's proposals."""
+        """Propose a chain after every row from ``first`` on, as ``Head.chains`` says; ``length`` must be
+        ``proposals``."""
         logits = self.chain(tokens[0, first:, None], feature[0, first:, None])[0]
         return self.target_ids(logits)[:, :length], logits[:, 0]
 
     def chain(self, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """token [1, 1], state [1, 1, H] -> logits [1, K, V] and states [1, K, inner] of the ``proposals`` stages"""
+        """Compute the ``proposals`` stages: token [1, 1], state [1, 1, H] -> logits [1, K, V] and states [1, K,
+        inner]."""
         if self.scales_input:
             state = self.ln0(state) * 0.5**0.5
         logits, states = [], []
@@ -86,7 +88,8 @@ class Head(head.Head):
 
 
 class Stage(nn.Module):
-    """The weights of a proposal's stage, but for the projection, which is never tied in the first."""
+    """The weights of one stage except its projection. Projections are separate, since the first stage's is never
+    tied."""
 
     def __init__(self, width: int, tokens: int):
         super().__init__()

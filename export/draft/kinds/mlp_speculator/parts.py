@@ -1,4 +1,4 @@
-"""The parts of an MLP speculator, under the names of ``KindModule``."""
+"""Collects the parts of an MLP speculator under the names of ``KindModule``."""
 
 from eagle3.export.draft.common.fields import STATE
 from eagle3.export.draft.kinds.mlp_speculator.head import Head

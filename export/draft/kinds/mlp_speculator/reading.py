@@ -1,4 +1,4 @@
-"""Reads an MLP speculator, as fms-extras and its followers save it, and refuses one that does not fit its target."""
+"""Reads an MLP speculator, as fms-extras and compatible tools save it, and refuses one that does not fit its target."""
 
 import re
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculatorDescription(DraftDescription):
-    """An MLP speculator. ``layer.hidden_size`` is the width of its own states."""
+    """The description of an MLP speculator. ``layer.hidden_size`` is the width of its own states."""
 
     stages: int
-    """The tokens that it can propose, ``n_predict``."""
+    """The number of tokens that it can propose, ``n_predict``."""
     width: int
     """The target's, ``emb_dim``."""
     tied: bool
-    """All stages have the same weights, but for the first projection."""
+    """True if all stages have the same weights, except the first projection."""
     scales_input: bool
     takes_final_state: bool = True
 
@@ -51,13 +51,16 @@ class SpeculatorDescription(DraftDescription):
 
 
 def read(folder: Path, config: dict[str, Any], source: Source) -> SpeculatorDescription:
-    """Describe the speculator in ``folder``. Raises ValueError, one line."""
+    """Describe the speculator in ``folder``. Raises ValueError with one line."""
     from transformers import PreTrainedConfig
 
     file = folder / "config.json"
     named = config.get("architectures") or [_ARCHITECTURE]
     if _ARCHITECTURE not in named:
-        raise ValueError(f"{file} is of {', '.join(named)}, but of the MLP speculators only {_ARCHITECTURE} is read")
+        raise ValueError(
+            f"{file} has the architecture {', '.join(named)}, but the only MLP speculator that is read is "
+            f"{_ARCHITECTURE}"
+        )
     tied = boolean(config, "tie_weights", False, file)  # the first projection is never tied
     stages = count(config, "n_predict", 3, file, least=2 if tied else 1)
     width, vocabulary = count(config, "emb_dim", 4096, file), count(config, "vocab_size", 32000, file)
@@ -91,7 +94,8 @@ def _own_name(name: str) -> str:
 
 
 def _is_copy(own: str) -> bool:
-    """Return True for the tensor of a later stage that is the first one's (the second one's, of projections)."""
+    """Return True for a tied tensor of a later stage: a copy of the first stage's, or, for projections, of the second
+    stage's."""
     stage = _STAGE.match(own)
     return stage is not None and int(stage[1]) > (1 if own.startswith("proj.") else 0)
 
@@ -102,8 +106,8 @@ def check_pair(
     taps: tuple[int, ...],  # noqa: ARG001 - it has none
     trained_for: str,
 ) -> None:
-    """Raise ValueError for a state of another width than the target's, and for stages that are not tied though
-    ``config.json`` says so."""
+    """Raise ValueError if the width of the states is not the target's, or if stages differ that ``config.json`` calls
+    tied."""
     if draft.hidden_size != target_config.hidden_size:
         raise ValueError(
             f"the draft takes states of {draft.hidden_size} (emb_dim), but the target's hidden size is "
@@ -114,7 +118,8 @@ def check_pair(
         first = name.replace(own, _STAGE.sub("ln.0.", own, count=1))
         if own.startswith("ln.") and _is_copy(own) and not _equal(draft.source, name, first, header.shape):
             raise ValueError(
-                f"{draft.folder}: tie_weights is true, but {name} is not {first}: the configuration is of another head"
+                f"{draft.folder}: tie_weights is true, but {name} differs from {first}: the configuration belongs to "
+                "another head"
             )
 
 

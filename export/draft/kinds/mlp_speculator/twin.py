@@ -1,5 +1,5 @@
-"""An MLP speculator's twin: the formulas of its paper, in double precision and by elementary operations, against our
-head. ``tests/golden/mlp`` holds both against fms-extras."""
+"""The twin check of an MLP speculator: compares the head with the formulas of its paper, computed in double precision
+with elementary operations. ``tests/golden/mlp`` compares both with fms-extras."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def compare(draft: SpeculatorDescription, _taps: int, _overridden: bool | None =
 def formulas(
     draft: SpeculatorDescription, tensors: dict[str, Tensor], token: int, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """token, state [H] -> logits [K, V] and states [K, inner] of a greedy chain, all in double precision"""
+    """Compute a greedy chain in double precision: token, state [H] -> logits [K, V] and states [K, inner]."""
     if draft.scales_input:
         state = state / (state @ state / len(state) + EPSILON).sqrt() / math.sqrt(2)
     kept = 2 ** (-1 / (2 * draft.stages))

@@ -1,4 +1,4 @@
-"""MTP heads: a decoder layer of the target's own kind over the token's embedding and the state before it.
+"""MTP heads: a decoder layer of the target's own kind over a token's embedding and the previous position's state.
 
     x = layer(eh_proj(cat[enorm(embed(token)), hnorm(f)]));  f' = norm(x);  logits = lm_head(f')
 
@@ -13,10 +13,10 @@ below. The first f is a state of the target, and there the sources differ:
   output as vLLM's ``extract_hidden_states`` captures it (``--target-layer-ids N`` of N layers; speculators' pull
   request 313 says that the final norm is not applied), and ``MTPDraftModel`` applies none of the target's.
 
-The order of the concatenation, token first, is that of all of them (not that of DeepSeek's paper: Megatron-LM's issue
-1588). vLLM replaces the embedding of slot 0 by zeros, the others do not, nor do we: it is one key of thousands.
-Slot p rotates by p, as in vLLM; transformers rotates by p + 1, and only differences matter. vLLM fed x instead of f' to
-later steps before its pull request 45895.
+All these sources concatenate the token first, unlike DeepSeek's paper (Megatron-LM's issue 1588). vLLM replaces the
+embedding of slot 0 by zeros; the others and this package do not, since it affects one key of thousands. Slot p is
+rotated by p, as in vLLM; transformers rotates by p + 1, which is equivalent, since only differences matter. vLLM fed x
+instead of f' to later steps before its pull request 45895.
 """
 
 from eagle3.export.draft.common.kind import Kind

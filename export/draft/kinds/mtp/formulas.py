@@ -1,7 +1,6 @@
 """The reference for an MTP head: norms and projection in plain PyTorch around transformers' own decoder layer with its
-eager attention. Every row is computed again in each call; nothing is kept.
-
-It goes by the names of DeepSeek's checkpoints. Sources: see ``mtp/__init__.py``.
+eager attention. Each call computes every row again, without a cache. Parts have the names of DeepSeek's checkpoints.
+Sources: see ``mtp/__init__.py``.
 """
 
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from eagle3.export.draft.kinds.mtp.own_layer import ZERO_CENTERED
 
 @dataclass(frozen=True)
 class Drafter:
-    """Computes a head. ``model`` is transformers' model of one layer, the head's; ``tensors`` (float32) are enorm,
-    hnorm, eh_proj and norm, ``embedding`` and ``lm_head`` [V, H] the target's."""
+    """Computes an MTP head. ``model`` is transformers' model of one layer, which is the head's; ``tensors`` (float32)
+    are enorm, hnorm, eh_proj and norm, ``embedding`` and ``lm_head`` [V, H] the target's."""
 
     model: Any
     tensors: dict[str, Tensor]
@@ -25,13 +24,13 @@ class Drafter:
     lm_head: Tensor
 
     def fuse(self, states: list[Tensor]) -> Tensor:
-        """Return the first feature [T, H]: the target's state itself."""
+        """Return the first feature [T, H], which is the target's state."""
         (state,) = states
         return state
 
     def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute tokens [T], each the one after its slot, and features [T, H] -> logits [T, V] and the features of
-        the next step [T, H]."""
+        """Compute all rows. tokens [T], each one position after its slot, and features [T, H] -> logits [T, V] and the
+        features of the next step [T, H]."""
         length = len(tokens)
         joined = torch.cat([self._norm(self.embedding[tokens], "enorm"), self._norm(features, "hnorm")], dim=-1)
         x = (joined @ self.tensors["eh_proj"].T)[None]

@@ -1,4 +1,4 @@
-"""An MTP head as a module with a KV cache of its own, see ``mtp/__init__.py``."""
+"""The module of an MTP head with its own KV cache; ``mtp/__init__.py`` has the formulas."""
 
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from eagle3.targets.complex_rotary import RealRotary
 class Head(CachedHead):
     """An MTP head. Draft slot p pairs the target's state at p with token p + 1."""
 
-    def __init__(self, draft: MTPDescription, max_seq_len: int, proposals: int = 1):  # noqa: ARG002 - one a forward
+    def __init__(self, draft: MTPDescription, max_seq_len: int, proposals: int = 1):  # noqa: ARG002 - always 1
         super().__init__()
         model, size = conversion_of(draft.layer).model, draft.hidden_size
         norm, epsilon = type(model.model.norm), draft.layer.rms_norm_eps
@@ -34,7 +34,7 @@ class Head(CachedHead):
 
     def attach(self, draft: MTPDescription, attention: AttentionFactory, dtype: torch.dtype, target: TapTarget) -> Self:
         """Add the KV cache, the rotary table (float32), and the target's embedding and lm_head."""
-        attn: Any = self.layers[0].self_attn  # of a class of transformers
+        attn: Any = self.layers[0].self_attn  # an attention class of transformers
         heads, kv_heads = draft.layer.num_attention_heads, draft.layer.num_key_value_heads
         shape = KVCacheShape(kv_heads, draft.key_size, self.max_seq_len, 0, dtype, heads=heads)
         attn.kv_attention = attention(shape)
@@ -45,7 +45,8 @@ class Head(CachedHead):
     def forward(
         self, tokens: Tensor, feature: Tensor, input_pos: Tensor, last: bool = False, accepted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run draft slots ``input_pos`` and write their keys and values. See ``Head`` in ``common/head.py``.
+        """Compute the rows at draft slots ``input_pos`` and write their keys and values. See ``Head`` in
+        ``common/head.py``.
 
         Raises:
             ValueError: (eager mode) positions that leave a gap or pass ``max_seq_len``

@@ -16,8 +16,8 @@ LAYER = "layers.0."
 
 
 def one_layer_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
-    """Return the configuration of a model whose only layer is the one behind the last of ``config``: full attention,
-    and experts where the last layers have them."""
+    """Return the configuration of a model whose only layer is like one appended to ``config``: it has full attention,
+    and experts if the last layers have them."""
     fewer = deepcopy(config)
     if getattr(fewer, "first_k_dense_replace", None) is not None:
         fewer.first_k_dense_replace = int(config.num_hidden_layers < config.first_k_dense_replace)
@@ -30,15 +30,16 @@ def one_layer_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
 
 
 def one_layer_model(config: "PreTrainedConfig") -> "PreTrainedModel":
-    """Return transformers' model with that layer alone, on the meta device. ``config`` is the target's."""
+    """Return transformers' model of one layer, the MTP layer, on the meta device. ``config`` is the target's."""
     with torch.device("meta"), no_init_weights():
         return build(one_layer_config(config))
 
 
-def layer_of(model: Any) -> Any:  # noqa: ANN401 - a class of transformers for each type
+def layer_of(model: Any) -> Any:  # noqa: ANN401 - the class depends on the model type
     return model.model.layers[0]
 
 
 def conversion_of(config: "PreTrainedConfig") -> Conversion:
-    """Return the conversion of that model's checkpoints, which puts our ``Experts`` into its layer."""
+    """Return the conversion of the one-layer model's checkpoints. It replaces the experts in its layer by ``Experts``
+    of this package."""
     return Conversion(one_layer_model(config))

@@ -1,5 +1,5 @@
-"""Finds the MTP layer that a target's own checkpoint holds behind its last layer (``--draft mtp``), and the names of
-its tensors. ``head.py`` computes it."""
+"""Finds the MTP layer that a target's own checkpoint holds after its last layer (``--draft mtp``), and the names of its
+tensors. ``head.py`` computes it."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -9,12 +9,12 @@ from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
 
 ZERO_CENTERED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Targets whose norms multiply by 1 + weight, those around their MTP layer too (vLLM's qwen3_next_mtp.py)."""
+"""Targets whose norms, including those around the MTP layer, multiply by 1 + weight (vLLM's qwen3_next_mtp.py)."""
 MODEL_TYPES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3", *ZERO_CENTERED)
-"""Targets whose MTP layers are read."""
+"""Targets whose MTP layers are supported."""
 OF_DEEPSEEK = {"shared_head.norm.": "norm.", **{f"{name}.": f"{name}." for name in ("enorm", "hnorm", "eh_proj")}}
-"""Names in DeepSeek V3 and GLM-4.5 behind ``model.layers.N.``, N the number of the target's layers, and the head's.
-All others are the decoder layer's."""
+"""Maps names in DeepSeek V3 and GLM-4.5 after the prefix ``model.layers.N.``, with N the number of the target's layers,
+to the head's names. All other names belong to the decoder layer."""
 OF_QWEN = {
     "mtp.pre_fc_norm_embedding.": "enorm.",
     "mtp.pre_fc_norm_hidden.": "hnorm.",
@@ -23,9 +23,10 @@ OF_QWEN = {
     "mtp.layers.0.": "layers.0.",
 }
 _OF_MTP = r"(.*\.)?(eh_proj|enorm|hnorm|mtp(_\w+)?)\."
-"""The names of MTP layers of any form: MiMo's are ``model.mtp_layers.0``, Ernie's ``model.mtp_block.0``."""
+"""A pattern of the names of all MTP layers, supported or not: MiMo's are ``model.mtp_layers.0``, Ernie's
+``model.mtp_block.0``."""
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-"""Copies of the target's tensors: SGLang and transformers take the target's."""
+"""Copies of the target's tensors, which are not read: SGLang and transformers use the target's own."""
 
 
 def has_own_layer(folder: Path) -> bool:
@@ -49,18 +50,19 @@ def own_names(names: Collection[str], layers: int) -> dict[str, str]:
 
 
 def mtp_tensor(names: Collection[str]) -> str | None:
-    """Return the first name that an MTP layer of any form has, None if there is none."""
+    """Return the first name that belongs to an MTP layer, supported or not; None if there is none."""
     return next((name for name in names if re.match(_OF_MTP, name)), None)
 
 
 def has_target_layers(names: Collection[str]) -> bool:
-    """Return True if ``names`` has several layers that are no MTP layers, as a whole target has."""
+    """Return True if ``names`` has several layers that are not MTP layers, as a complete target has."""
     layers = {found[0] for name in names if (found := re.match(r"model\.(language_model\.)?layers\.\d+\.", name))}
     return sum(f"{layer}eh_proj.weight" not in names for layer in layers) > 1
 
 
 def own_naming(names: Collection[str], layers: int) -> Callable[[str], str]:
-    """Return a function from the head's names to a checkpoint's of a target of ``layers`` layers, as ``names`` are."""
+    """Return a function that maps the head's names to the names in a target's checkpoint with ``layers`` layers.
+    ``names`` shows which naming the checkpoint has."""
     if any(name.startswith("mtp.") for name in names):
         return lambda name: renamed(name, inverse(OF_QWEN))
     ours = inverse(OF_DEEPSEEK) | {"layers.0.": ""}
@@ -68,7 +70,8 @@ def own_naming(names: Collection[str], layers: int) -> Callable[[str], str]:
 
 
 def renamed(name: str, names: Mapping[str, str], otherwise: str = "") -> str:
-    """Return ``name`` with its beginning replaced by ``names``, or behind ``otherwise``."""
+    """Return ``name`` with its prefix replaced as ``names`` says, or with ``otherwise`` put in front if no prefix
+    matches."""
     for before, after in names.items():
         if name.startswith(before):
             return after + name.removeprefix(before)

@@ -1,4 +1,4 @@
-"""Reads an MTP head: as speculators saves it, or out of its target's own checkpoint."""
+"""Reads an MTP head, as speculators saves it or from its target's own checkpoint."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -29,19 +29,20 @@ _NAMES = {
     "mtp_layers.0.final_layernorm.": "norm.",
     "mtp_layers.0.": "layers.0.",
 }
-_UNREAD = "verifier_lm_head.weight"  # that its class does not use
+_UNREAD = "verifier_lm_head.weight"  # speculators' class does not use it
 
 
 @dataclass(frozen=True, kw_only=True)
 class MTPDescription(DraftDescription):
-    """An MTP head. ``layer`` is transformers' configuration of the target, whose kind of layer the head has."""
+    """The description of an MTP head. ``layer`` is transformers' configuration of the target, whose kind of layer the
+    head has."""
 
     shares_lm_head: bool = True
     windows: tuple[int, ...] = (0,)
 
     @property
     def of_target(self) -> bool:
-        """True for the layer of a target's own checkpoint."""
+        """True if the head is the MTP layer of a target's own checkpoint."""
         return isinstance(self.source, LayerTensors)
 
     @property
@@ -53,7 +54,8 @@ class MTPDescription(DraftDescription):
 
 
 def read(folder: Path, config: dict[str, Any], source: Source) -> MTPDescription:
-    """Describe the head in ``folder``, of speculators' ``MTPDraftModel``. Raises ValueError, one line."""
+    """Describe the head in ``folder``, a checkpoint of speculators' ``MTPDraftModel``. Raises ValueError with one
+    line."""
     file, headers = folder / "config.json", source.headers()
     fields = nested(config, KEYS, file)
     if not fields:
@@ -62,7 +64,8 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> MTPDescription
     if model_type != "qwen3":
         reason = "hybrid layers (linear attention)" if _HYBRID.match(str(model_type)) else "layers of no known kind"
         raise ValueError(
-            f"{folder} is an MTP head of a {model_type} model, which has {reason}: qwen3 is what is read of speculators"
+            f"{folder} is an MTP head of a {model_type} model, which has {reason}: of speculators' MTP heads only "
+            "qwen3 is supported"
         )
     fields = one_rope(fields, DIALECTS[SPECULATORS].takes_rope_of, file)
     layer, proposal = _layer(file, fields), DIALECTS[SPECULATORS].proposal(config, file)
@@ -98,7 +101,7 @@ def read_own(source: Source, names: Mapping[str, str], config: "PreTrainedConfig
         config: transformers' text configuration of the target
         folder: where the target's ``config.json`` is
 
-    Raises ValueError, one line, for more than one such layer, and for experts that are not all there.
+    Raises ValueError with one line for more than one such layer, and for missing experts.
     """
     _check_count(config.to_dict(), folder / "config.json")
     tensors = LayerTensors(source, names, config)
@@ -117,13 +120,13 @@ def read_own(source: Source, names: Mapping[str, str], config: "PreTrainedConfig
 
 def read_own_layer(source: Source, config: "PreTrainedConfig", folder: Path) -> MTPDescription:
     """Describe the MTP layer in a target's tensors ``source``. ``config`` is transformers' text configuration of the
-    target, ``folder`` has its ``config.json``. Raises ValueError, one line, for a target that has none."""
+    target, ``folder`` has its ``config.json``. Raises ValueError with one line if there is none."""
     headers = source.headers()
     names = own_names(headers, config.num_hidden_layers)
     if not names and (other := mtp_tensor(headers)):
         raise ValueError(
-            f"--draft mtp: {source.path} has an MTP layer of a form that is not read ({other}): those of "
-            f"{', '.join(MODEL_TYPES)} are, type --draft with another head"
+            f"--draft mtp: {source.path} has an MTP layer of an unsupported form ({other}): those of "
+            f"{', '.join(MODEL_TYPES)} are supported, type --draft with another head"
         )
     if not names:
         raise ValueError(
@@ -139,8 +142,8 @@ def read_own_layer(source: Source, config: "PreTrainedConfig", folder: Path) -> 
 
 
 def checkpoint_naming(draft: MTPDescription, layers: int) -> Callable[[str], str]:
-    """Return a function from the head's names to those of a checkpoint such as ``draft`` is of, for a target of
-    ``layers`` layers."""
+    """Return a function that maps the head's names to those of a checkpoint of the same form as the checkpoint of
+    ``draft``, for a target of ``layers`` layers."""
     if isinstance(draft.source, LayerTensors):
         return own_naming(draft.source.names, layers)
     return lambda name: renamed(name, inverse(_NAMES))
@@ -149,8 +152,9 @@ def checkpoint_naming(draft: MTPDescription, layers: int) -> Callable[[str], str
 def check_pair(
     draft: MTPDescription, target_config: "PreTrainedConfig", taps: tuple[int, ...], trained_for: str
 ) -> None:
-    """Raise ValueError for a head of another target. speculators copies the configuration of the target's layers."""
-    named = taps not in ((), draft.aux_layers)  # --aux-layers says which layer
+    """Raise ValueError if the head was made for another target. This shows, since speculators copies the configuration
+    of the target's layers."""
+    named = taps not in ((), draft.aux_layers)  # --aux-layers selects it
     for key in ("model_type", "hidden_size", *(() if named else ("num_hidden_layers",))):
         theirs, given = getattr(draft.layer, key), getattr(target_config, key)
         if theirs != given:
@@ -169,7 +173,7 @@ def _check_count(config: Mapping[str, Any], file: Path) -> None:
     others = next((name for name in ("num_mtp_layers", "mtp_num_hidden_layers") if name in config), COUNT)
     layers = count(config, COUNT, count(config, others, 1, file, least=0), file, least=0)
     if layers != 1:
-        raise ValueError(f"{file}: {COUNT} is {layers}, but MTP heads of one layer are what is supported")
+        raise ValueError(f"{file}: {COUNT} is {layers}, but only MTP heads of one layer are supported")
 
 
 def _layer(file: Path, fields: dict[str, Any]) -> "PreTrainedConfig":
@@ -180,6 +184,8 @@ def _layer(file: Path, fields: dict[str, Any]) -> "PreTrainedConfig":
         config = AutoConfig.for_model(**fields)
     except Exception as error:  # transformers validates field by field, with errors of its own kinds
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{file}: transformers makes no decoder layer of this ({reason[:200]}): correct it") from error
+        raise ValueError(
+            f"{file}: transformers cannot build a decoder layer from it ({reason[:200]}): correct it"
+        ) from error
     check_rope(config, str(file))
     return config

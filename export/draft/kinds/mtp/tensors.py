@@ -1,6 +1,5 @@
-"""The tensors of an MTP layer in a target's own checkpoint, under the names and in the shapes of the head's module.
-
-Experts, which are single on the disk, are merged as the target's are (``targets/conversion.py``).
+"""Reads the tensors of an MTP layer from a target's own checkpoint, with the names and shapes of the head's module.
+Experts, which are separate tensors on the disk, are merged like the target's (``targets/conversion.py``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class LayerTensors(Source):
-    """The part of ``source`` that ``names`` lists: the checkpoint's name to the head's, or to the name of an expert's
-    tensor below ``layers.0.``."""
+    """The tensors of ``source`` that ``names`` lists. ``names`` maps the checkpoint's name of a tensor to the head's,
+    or to that of an expert below ``layers.0.``."""
 
     def __init__(self, source: Source, names: Mapping[str, str], config: "PreTrainedConfig"):
         super().__init__(source.path)
@@ -28,7 +27,7 @@ class LayerTensors(Source):
         self._shapes = {name: tuple(value.shape) for name, value in shapes.items()}
 
     @staticmethod
-    def recognizes(path: Path) -> bool:  # noqa: ARG004 - it is a part of another
+    def recognizes(path: Path) -> bool:  # noqa: ARG004 - always a part of another source
         return False
 
     def files(self) -> list[Path]:
@@ -52,7 +51,7 @@ class LayerTensors(Source):
             yield _head_name(own), tensor
 
     def _converted(self, own: str) -> str:
-        """Return the name by which the conversion knows a tensor of the layer."""
+        """Return the name that the conversion uses for a tensor of the layer."""
         return (self._conversion.name(f"model.{own}") if own.startswith(LAYER) else None) or own
 
     def _merged(self, parts: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:

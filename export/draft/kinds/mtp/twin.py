@@ -1,4 +1,4 @@
-"""The twin of an MTP head: its formulas, which compute every row anew, against our head and its KV cache."""
+"""The twin check of an MTP head: compares the head and its KV cache with its formulas, which compute every row anew."""
 
 import json
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 def compare(draft: MTPDescription, _taps: int, _overridden: bool | None = None) -> Comparison:
-    """Compare under the first random weights with which they agree: with some, two experts tie."""
+    """Compare with up to ``len(SEEDS)`` sets of random weights, and return the first comparison that agrees: with some
+    weights two experts tie."""
     found = _compare(draft, SEEDS[0])
     for seed in SEEDS[1:]:
         if found.difference <= TOLERANCE:
@@ -61,15 +62,15 @@ def _compare(draft: MTPDescription, seed: int) -> Comparison:
 
 @dataclass(frozen=True)
 class SmallHead:
-    """A shrunken head: the target's shrunken configuration, transformers' model of the head's one layer, and the
-    tensors around it."""
+    """A small copy of a head: the target's configuration with smaller sizes, transformers' model of the head's one
+    layer, and the tensors around it."""
 
     config: "PreTrainedConfig"
     model: Any
     tensors: dict[str, Tensor]
 
     def named(self, draft: MTPDescription) -> dict[str, Tensor]:
-        """Return all tensors of the head under the names of the checkpoint of ``draft``."""
+        """Return all tensors of the head under the names that the checkpoint of ``draft`` uses."""
         layer = {name: value for name, value in self.model.state_dict().items() if name.startswith("model.layers.0.")}
         parts = {f"{name}.weight": value for name, value in self.tensors.items()}
         saved = {
@@ -79,7 +80,7 @@ class SmallHead:
         return {rename(name): value.contiguous() for name, value in (saved | parts).items()}
 
     def saved(self, folder: Path, draft: MTPDescription) -> MTPDescription:
-        """Write the head as the checkpoint of ``draft`` is written, and read it."""
+        """Write the head in the form of the checkpoint of ``draft``, and read it back."""
         save_file(self.named(draft), folder / "model.safetensors")
         if draft.of_target:
             return read_own_layer(open_source(folder), self.config, folder)
@@ -89,7 +90,7 @@ class SmallHead:
 
 
 def small_head(draft: MTPDescription, seed: int) -> SmallHead:
-    """Return the head, shrunken, with random weights."""
+    """Return a small copy of the head with random weights."""
     small, generator = shrink(draft.layer), torch.Generator().manual_seed(seed)
     model = build(one_layer_config(small), real=True).eval().requires_grad_(False)
     randomize(model, seed)

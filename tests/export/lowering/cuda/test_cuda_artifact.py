@@ -174,4 +174,4 @@ def test_a_missing_compiler_says_what_to_install(tmp_path, monkeypatch):
 def test_flags_for_cuda_are_refused_for_other_backends(tmp_path):
     for flag in ("--qlinear", "--draft-qlinear"):
         _, line = fails(tmp_path, "--backend", "xnnpack", flag, "default")
-        assert f"{flag} default: --backend xnnpack has no kernels for it, but for none, 8da4w, 8da8w" in line
+        assert f"{flag} default: --backend xnnpack has no kernels for it; it has them for none, 8da4w, 8da8w" in line

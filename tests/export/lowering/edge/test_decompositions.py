@@ -1,4 +1,4 @@
-"""Decomposing node by node gives PyTorch's program, or leaves the decomposition to PyTorch."""
+"""Decomposing node by node gives the same program as PyTorch, or PyTorch decomposes the program."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ ASSERTS = (ATEN._assert_scalar.default, ATEN._assert_tensor_metadata.default)
 
 
 def table() -> dict:
-    """Return ExecuTorch's decomposition table, as XNNPACK's partitioner leaves it."""
+    """Return ExecuTorch's decomposition table without the operators that XNNPACK's partitioner keeps."""
     decompositions = torch.export.default_decompositions()
     for kept in (ATEN.linear.default, ATEN.silu.default, ATEN.outer.default):
         decompositions.pop(kept, None)
@@ -36,7 +36,7 @@ def traced(model: nn.Module, *given: torch.Tensor) -> ExportedProgram:
 
 
 def described(program: ExportedProgram) -> tuple:
-    """Return everything of a program but names: each node's operator, inputs and shape, the nodes that share an
+    """Return a program's contents except names: each node's operator, inputs and shape, the nodes that share an
     ancestor, and the program's inputs, outputs and weights."""
     nodes = [node for node in program.graph.nodes if node.target not in ASSERTS]
     number = {node: place for place, node in enumerate(nodes)}
@@ -74,8 +74,8 @@ def same(found: tuple, wanted: tuple) -> bool:
 
 
 class Composites(nn.Module):
-    """Operators that decompose to one node, to several, to none, to a node with several results, and one that stays;
-    and sizes that are computed twice."""
+    """Operators that decompose to one node, to several, to none, or to a node with several results; an operator that is
+    kept; and sizes that are computed twice."""
 
     def forward(self, x):
         halves = x.unflatten(1, (2, 4)).flatten(0, 1)
@@ -236,4 +236,4 @@ LEFT = (
 def test_programs_that_need_a_whole_trace_are_left_to_pytorch(model):
     program = traced(model(), torch.randn(5, 8))
     assert decomposed(program, table()) is None
-    assert program.run_decompositions(table()) is not None  # it is a program that PyTorch takes
+    assert program.run_decompositions(table()) is not None  # PyTorch accepts the program

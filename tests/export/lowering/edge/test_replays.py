@@ -27,8 +27,8 @@ ROWS = Dim("rows", min=1, max=16)
 
 
 class Attention(nn.Module):
-    """A module with the operations of our methods and of the passes: caches, views, casts, masks, scalars, an
-    activation after a linear, a long concatenation, a sum of two dtypes."""
+    """A module with the operations that occur in methods and that passes change: caches, views, casts, masks, scalars,
+    an activation after a linear, a long concatenation, a sum of two dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ class Related(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.first, self.turned, self.doubled = (nn.Linear(64, 32, bias=False) for _ in range(3))
-        self.first.weight.data = torch.randint(-100, 100, (32, 64)).float()  # whose sums are exact in any order
+        self.first.weight.data = torch.randint(-100, 100, (32, 64)).float()  # so that sums are exact in any order
         self.turned.weight.data = self.first.weight.data.flip(1)
         self.requires_grad_(False)
         quantize(self, Recipe("8da8w", "none", 0), spare=set())
@@ -114,7 +114,7 @@ def test_weights_with_equal_codes_or_scales_are_packed_separately(monkeypatch):
     found = lowering.lower({"forward": torch.export.export(model, (x,), strict=False)}, {}).buffer
     (ran,) = Runtime.get().load_program(found).load_method("forward").execute((x,))
     torch.testing.assert_close(ran, model(x), rtol=1e-3, atol=1e-2)
-    monkeypatch.setattr(weight_names, "_memory", lambda weight: object())  # no weight is one that is packed
+    monkeypatch.setattr(weight_names, "_memory", lambda weight: object())  # no weight counts as already packed
     assert lowering.lower({"forward": torch.export.export(model, (x,), strict=False)}, {}).buffer == found
 
 
@@ -185,7 +185,7 @@ def test_a_node_edited_in_place_and_its_successors_are_computed_again():
     with replays.repeated_alone(decompose_by_node=True):
         graph_module = decomposed(Joined(), torch.ones(2))
         (cat,) = (node for node in graph_module.graph.nodes if node.target is torch.ops.aten.cat.default)
-        cat.args = ([cat.args[0][0]] * 3,)  # its value stays [4], as ExecuTorch's passes leave it
+        cat.args = ([cat.args[0][0]] * 3,)  # its value keeps the shape [4], as after ExecuTorch's passes
         found = ScalarToTensorPass()(graph_module).graph_module
         assert shapes(graph_module) == [[4], [4]] and shapes(found) == [[6], [6]]
         assert ScalarToTensorPass()(found).graph_module is found

@@ -1,4 +1,4 @@
-"""The table that libyaml reads is ExecuTorch's, and a node without a stack is the same node."""
+"""libyaml reads ExecuTorch's table like the original parser, and nodes without stacks are otherwise the same."""
 
 import subprocess
 import sys

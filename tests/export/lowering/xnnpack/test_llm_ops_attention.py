@@ -55,7 +55,7 @@ def lowered(layer: nn.Module, example, dynamic, file):
 
 KINDS = [(0, False, None, False), (0, False, None, True), (8, False, None, True)]
 """window, chunked, softcap, sinks"""
-# 4: two query heads for each head of keys; 16: eight, of which four become rows of a ring.
+# 4: two query heads for each key head; 16: eight, of which four become rows in a layer with a ring.
 CASES = [
     *((kind, heads) for kind in KINDS for heads in (4, 16)),
     ((8, True, 2.0, True), 4),
@@ -71,7 +71,8 @@ def test_lowered_softcaps_and_sinks_equal_the_eager_reference(kind, heads, tmp_p
     layer = Layer(cpu_attention, heads, *kind)
     method = lowered(layer, inputs(heads, 0, 5, 0), dynamic, tmp_path / "layer.pte")
     eager = Layer(EagerAttention, heads, *kind)
-    walk = [(0, 8), (8, 8), (16, 1), (17, 8), (25, 4), (26, 2), (28, 8), (36, 8)]  # 26: some of 25 to 28 were wrong
+    # The rows from 26 on are rejected and written again.
+    walk = [(0, 8), (8, 8), (16, 1), (17, 8), (25, 4), (26, 2), (28, 8), (36, 8)]
     for seed, (start, length) in enumerate(walk):
         given = inputs(heads, start, length, seed)
         torch.testing.assert_close(method.execute(given)[0], eager(*given), atol=1e-5, rtol=1e-5)
@@ -125,7 +126,7 @@ def test_windows_and_chunks_and_single_rows_share_a_cache(walk, three_methods):
 
 
 def operators(length: int, softcap: float | None = None, kv_heads: int = KV_HEADS) -> set[str]:
-    """Return the attention operators with which a full layer computes ``length`` rows."""
+    """Return the attention operators with which a layer with full attention computes ``length`` rows."""
     layer = Layer(cpu_attention, 16, 0, False, softcap, False)
     layer.attention = cpu_attention(KVCacheShape(kv_heads, DIM, SLOTS, heads=16))
     query, _, _, positions = inputs(16, 0, length, 0)
@@ -166,7 +167,7 @@ def test_values_in_a_kv_cache_take_no_planned_memory_of_their_own(tmp_path):
         planned_bytes.append(plan.non_const_buffer_sizes)
     (_, few, caches), (_, more, longer) = planned_bytes
     assert (caches, longer) == tuple(2 * 4 * KV_HEADS * DIM * slots for slots in (SLOTS, 100 * SLOTS))
-    assert more - few <= 32 * 99 * SLOTS  # the mask of two rows, and what it is made of; a slot of a cache has 256
+    assert more - few <= 32 * 99 * SLOTS  # the mask of two rows and its operands; a slot of a cache has 256 bytes
 
 
 BLOCKS = [

@@ -1,4 +1,4 @@
-"""XNNPACK's delegates compute repeated values once, and leave out values without effect."""
+"""XNNPACK's delegates compute repeated values once, and leave out operations without effect."""
 
 import torch
 from executorch.runtime import Runtime
@@ -28,7 +28,7 @@ class Shared(nn.Module):
         self.again, self.q, self.k, self.v = (nn.Linear(64, 64, bias=False) for _ in range(4))
 
     def forward(self, x):
-        x = self.again(self.again(x).cumsum(1))  # which no delegate computes
+        x = self.again(self.again(x).cumsum(1))  # no delegate computes this
         return self.q(x) + self.k(x) * self.v(x)
 
 

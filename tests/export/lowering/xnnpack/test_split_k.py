@@ -60,7 +60,7 @@ def test_a_shared_weight_is_split_once_and_a_bias_is_added_once():
     split_wide_linears(model, 4)
     assert all(one.weight is other.weight for one, other in zip(model.linear.parts, model.again.parts, strict=True))
     for out, was in zip((model.linear(x), model.again(x)), before, strict=True):
-        assert (out - was).std() < 0.02 * was.std()  # inputs are quantized range by range
+        assert (out - was).std() < 0.02 * was.std()  # the inputs of each range are quantized separately
 
 
 @pytest.mark.parametrize("in_a_file", [False, True])

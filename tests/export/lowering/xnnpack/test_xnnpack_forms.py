@@ -37,7 +37,8 @@ def test_gelu_is_the_tanh_approximation_within_the_context_and_torchs_own_after_
 
 
 def test_an_earlier_reference_to_gelu_is_the_tanh_approximation_too():
-    """transformers' ``GELUTanh`` holds one; XNNPACK would compute the exact GELU for it, 4.7e-4 off."""
+    """transformers' ``GELUTanh`` holds such a reference. XNNPACK would compute the exact GELU for it, which is off by
+    4.7e-4."""
     mlp = nn.Sequential(nn.Linear(8, 8), ACT2FN["gelu_pytorch_tanh"], nn.GELU(approximate="tanh")).requires_grad_(False)
     x = torch.randn(3, 8)
     expected = mlp(x)
@@ -72,5 +73,5 @@ def test_a_rotation_as_a_product_equals_the_familys_own(family):
     with product_rotary(owner, {8}):
         assert family.rotate_half is not own
         torch.testing.assert_close(family.rotate_half(x), own(x), atol=1e-6, rtol=1e-6)
-        assert torch.equal(family.rotate_half(x[..., :4]), own(x[..., :4]))  # a part of a head: as it is
+        assert torch.equal(family.rotate_half(x[..., :4]), own(x[..., :4]))  # a partial rotation is not replaced
     assert family.rotate_half is own

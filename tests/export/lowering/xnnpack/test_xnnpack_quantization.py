@@ -91,12 +91,12 @@ def test_rows_of_quantized_linears_are_independent_to_the_last_bit(recipe):
 
     assert torch.equal(run(1), run(4)) and torch.equal(run(4), run(12))
     moved = (run(4) - model(ids)).abs().amax(-1)[0]
-    assert moved.median() < 1e-5 and moved.max() < 0.02  # where a sum rounds otherwise, a code of a row may turn
+    assert moved.median() < 1e-5 and moved.max() < 0.02  # a different rounding of a sum may change a code of a row
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_with_equal_codes_are_packed_with_their_own_scales(recipe):
-    """They are in one program and in another one of the process, since packed weights are shared by name."""
+    """The weights are in one program, and in two programs of one process, since packed weights are shared by name."""
     ids, loaded = torch.randint(50, (1, 5)), []
     for factors in ((1, 2), (4, 1)):
         model = quantized(RECIPES[recipe], Multiples(*factors))
@@ -116,7 +116,7 @@ def test_8da4w_and_8da8w_codes_equal_executorchs(recipe, monkeypatch):
     for name in ("linear", "embedding"):
         mine, other = getattr(ours, name).weight, getattr(theirs, name).weight
         assert torch.equal(mine.qdata, other.qdata)
-        torch.testing.assert_close(mine.scale, other.scale, rtol=2**-8, atol=0)  # of groups, XNNPACK has 8 bits
+        torch.testing.assert_close(mine.scale, other.scale, rtol=2**-8, atol=0)  # XNNPACK stores bfloat16 scales
     ids = torch.arange(50)[None]
     assert torch.equal(ours.embedding(ids), F.embedding(ids, theirs.embedding.weight.dequantize()))
 
@@ -170,7 +170,7 @@ def test_experts_are_quantized_and_their_routers_are_not(name):
         (("--qlinear", "default"), "none, 8da4w, 8da8w"),
         (("--draft-qlinear", "sensitive"), "none, 8da4w, 8da8w"),
         (("--backend", "cuda", "--qlinear", "8da4w"), "none, default, sensitive"),
-        (("--backend", "cuda", "--qembedding", "8w"), "means nothing to --backend cuda"),
+        (("--backend", "cuda", "--qembedding", "8w"), "has no effect with --backend cuda"),
         (("--group-size", 64), "--group-size 64 is for 8da4w: type --qlinear 8da4w"),
         (("--qlinear", "8da4w", "--group-size", 48), "q_proj takes 256 inputs, .* type --group-size 32, 64, 128, 256"),
         (("--draft-qlinear", "8da4w", "--group-size", 512), "fc takes 768 inputs"),
@@ -194,7 +194,7 @@ def test_the_estimated_memory_of_an_export_is_that_of_its_weights_held_and_writt
     skeleton = TARGETS["qwen3-4B"].module().skeleton(random_model("qwen3-4B").config, 64)
     linears = sum(m.weight.numel() for m in skeleton.model.modules() if isinstance(m, nn.Linear))
     embedding = skeleton.model.get_input_embeddings().weight.numel()
-    rest = sum(p.numel() for p in skeleton.model.parameters()) - linears  # the head is the embedding, counted with it
+    rest = sum(p.numel() for p in skeleton.model.parameters()) - linears  # counts a tied lm_head as the embedding
     found = _model_bytes(skeleton.model, RECIPES["8da8w"])
     assert found == (linears + embedding + 4 * rest, linears + embedding + 4 * rest)
 

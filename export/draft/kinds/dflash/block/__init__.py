@@ -1,2 +1,2 @@
-"""The core of the block family: the description, the layers, the keys that all have, what differs by dialect, and what
-a variant may add. It imports no variant."""
+"""The core of the block family: the description, the layers, the keys that all variants have, the dialects, and the
+base class of variants. It imports no variant."""

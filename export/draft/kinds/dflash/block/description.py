@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashDescription(DraftDescription):
-    """A head that drafts a block in one forward. ``windows`` have room for the positions before a block and for the
-    block itself, since both are in the ring."""
+    """The description of a head that drafts a block in one forward. ``windows`` count the positions before a block and
+    the block itself, since the ring holds both."""
 
     layer: "LlamaConfig"
     attends: tuple[Block, ...]
@@ -23,10 +23,11 @@ class DFlashDescription(DraftDescription):
     first_row: int
     """The first row of a block that proposes a token: 0, or 1 if the anchor's row does not."""
     embeds_as_target: bool = False
-    """Tokens are embedded as the target embeds them, scaled where it scales; if not, by the embedding's rows alone."""
+    """True if tokens are embedded by the target's module, including its scale. If False, the rows of the embedding are
+    used unscaled."""
     output_multiplier: float = 1.0
     variant: Variant
-    """The part of the head that a DFlash does not have."""
+    """The parts of the head that a plain DFlash does not have."""
 
     @property
     def draft_vocab_size(self) -> int:
@@ -38,7 +39,7 @@ class DFlashDescription(DraftDescription):
 
     @property
     def longest_chain(self) -> int:
-        """The most tokens that a block proposes."""
+        """The number of tokens that a block proposes."""
         return self.block_rows - self.first_row
 
     def proposals(self, chain_len: int) -> int:

@@ -1,20 +1,20 @@
 """The dialects of the block family: the differences between the files of the systems that write such heads.
 
 The dialects of speculators and of z-lab differ in the keys, in the meaning of a layer id (the input or the output of
-that layer), and in sliding layers: in speculators all rows of a block see ``sliding_window`` positions before the
-block, in z-lab's code a row sees ``sliding_window`` positions up to itself. The two also differ for a target that
-scales its embedding, such as Gemma. speculators trains with the unscaled rows of the embedding. z-lab trained DFlash
-with the scaled rows that the target's module returns; since DFlash2 its code takes the unscaled rows, times
-``input_embedding_scale`` if the configuration has that key. Other trainers save heads as z-lab does, with keys of their
-own: SpecForge, AngelSlim, ModelOpt, and JetSpec.
+that layer), and in sliding layers: in speculators all rows of a block attend to ``sliding_window`` positions before the
+block, in z-lab's code a row attends to the last ``sliding_window`` positions including its own. The two also differ for
+a target that scales its embedding, such as Gemma. speculators trains with the unscaled rows of the embedding. z-lab
+trained DFlash with the scaled rows that the target's module returns; since DFlash2 its code takes the unscaled rows,
+times ``input_embedding_scale`` if the configuration has that key. Other trainers save heads as z-lab does, with keys of
+their own: SpecForge, AngelSlim, ModelOpt, and JetSpec.
 
-DeepSpec's heads have z-lab's ids, full attention, an embedding and an lm_head; the anchor's row proposes. A
-``markov_rank`` of 0 turns DeepSpec's DSpark into a DFlash. DeepSpec's heads for Gemma 4 have that target's
+DeepSpec's heads have layer ids with z-lab's meaning, full attention, an embedding and an lm_head; the anchor's row
+proposes. A ``markov_rank`` of 0 turns DeepSpec's DSpark into a DFlash. DeepSpec's heads for Gemma 4 have that target's
 full-attention layers, scale their embedding as the target does and cap their logits before the bias.
 
-Muse Glimmer's assistant has ids of outputs, other names for ``fc`` and ``hidden_norm``, and no vocabulary. It takes the
-rows of the target's embedding without the norm that follows in the target, and a row sees ``sliding_window`` positions
-before itself, and all rows of its block.
+Muse Glimmer's assistant has ids of layer outputs, other names for ``fc`` and ``hidden_norm``, and no key for the
+vocabulary. It takes the rows of the target's embedding without the norm that follows in the target. A row attends to
+``sliding_window`` positions before itself, and to all rows of its block.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ Keys = Mapping[str, Any]
 
 
 def _sees_backwards(said: Keys, window: int, rows: int, _non_causal: bool, file: Path) -> Block:
-    """Return what the rows of a block attend to in z-lab's code."""
+    """Return the range that the rows of a block attend to in z-lab's code."""
     _check_window(window, rows, file)
     stated = (boolean(said, key, None, file) for key in CAUSAL)
     causal = next((each for each in stated if each is not None), bool(window))
@@ -70,7 +70,7 @@ def _top_layer(config: dict[str, Any], _file: Path) -> Keys:
 
 @dataclass(frozen=True)
 class Dialect:
-    """The properties in which the dialects differ."""
+    """The properties in which the dialects of the block family differ."""
 
     name: str
     recognizes: Callable[[Keys, Path], bool]
@@ -78,36 +78,36 @@ class Dialect:
     keys: Callable[[dict[str, Any], str, tuple[str, ...], Path], dict[str, Any]] = _top_keys
     """Returns the keys of a configuration, given the kind of head and the keys of its variant."""
     layer_fields: Callable[[dict[str, Any], Path], Keys] = _top_layer
-    """Returns the keys of the layers."""
+    """Returns the keys that describe the layers."""
     of_gemma4: Callable[[Keys], bool] = lambda _config: False
     """Returns True for a head with Gemma 4's layers."""
     ids_key: str = TAPS
     """The key of the taps' ids."""
     ids_are: str = "output"
-    """"input" or "output": what an id means of the layer that it names."""
+    """"input" or "output": the state of the named layer that an id stands for."""
     ids_are_known: bool = True
-    """All code that writes the dialect means the same."""
+    """True if all code that writes the dialect gives ids this meaning."""
     attends: Callable[[Keys, int, int, bool, Path], Block] = _sees_backwards
     """Returns the range that the rows of a block attend to in a layer. Takes the keys, the layer's sliding window (0
     for none), the rows of a block, and the variant's default of ``sliding_window_non_causal``."""
     proposal: Callable[[dict[str, Any], Path], Proposal] | None = None
-    """Returns the settings for the head's use; None for a dialect without them."""
+    """Returns the chain length and the target that the file names; None for a dialect without such keys."""
     takes_rope_of: str | None = None
-    """The type of layer whose RoPE is taken, of a file with one for each type."""
+    """The type of layer whose RoPE is used if a file has one RoPE for each type."""
     anchor_proposes: Callable[[bool, bool], bool] = lambda variant, _whole: variant
-    """Returns True if the anchor's row proposes where no key says so. Takes what is so of the variant, and whether the
-    head proposes as many tokens as its block has rows."""
+    """Returns True if the anchor's row proposes in a file without a key for it. Takes the variant's
+    ``anchor_proposes``, and True if the head proposes as many tokens as its block has rows."""
     embeds_as_target: bool = False
-    """Heads without an embedding, of variants trained so, embed tokens as the target does."""
+    """True if heads without an embedding embed tokens as the target does, for variants with ``embeds_as_target``."""
     has_defaults: bool = False
     """The system's configuration classes have defaults for the keys of a variant; other systems write every key that
     has a meaning."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors, with the module's."""
+    """Maps the dialect's names of tensors to the module's."""
 
 
 def _layer_of_muse_glimmer(config: dict[str, Any], _file: Path) -> Keys:
-    of_qwen3 = {"model_type": "qwen3", "use_sliding_window": True}  # whose layers these are
+    of_qwen3 = {"model_type": "qwen3", "use_sliding_window": True}  # the assistant's layers are Qwen3's
     return {"vocab_size": MUSE_GLIMMER_TOKENS} | config | of_qwen3
 
 
@@ -121,7 +121,7 @@ DIALECTS: tuple[Dialect, ...] = (
         attends=_sees_before_block,
         proposal=speculators.proposal,
         takes_rope_of=speculators.DIALECT.takes_rope_of,
-        # When the anchor's row was not trained, there was no such key, and vLLM takes a missing one for false.
+        # Heads whose anchor row was not trained have no such key, and vLLM reads a missing key as false.
         anchor_proposes=lambda variant, whole: variant and whole,
         has_defaults=True,
     ),
@@ -142,7 +142,7 @@ DIALECTS: tuple[Dialect, ...] = (
     ),
     Dialect(Z_LAB, lambda _config, _file: True, keys=keys_of_z_lab, embeds_as_target=True),
 )
-"""The first that recognizes a configuration reads it."""
+"""The dialects in order: the first that recognizes a configuration reads it."""
 
 
 def dialect_of(config: Mapping[str, Any], file: Path) -> Dialect:

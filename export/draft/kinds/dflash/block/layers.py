@@ -1,5 +1,5 @@
-"""The decoder layers of a DFlash head: Qwen3's or Gemma 4's, whose keys and values are of the context's features as
-well."""
+"""The decoder layers of a DFlash head: Qwen3's or Gemma 4's. Their attention also has keys and values made from the
+context's features."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ RMSNorm = modeling_llama.LlamaRMSNorm
 
 
 class Place(NamedTuple):
-    """The places of rows: what the attention's ``rows`` returned for them, and the rotary tables [1, T, head_dim]."""
+    """The positions of some rows: the result of the attention's ``rows`` for them, and the rotary tables [1, T,
+    head_dim]."""
 
     rows: Any
     cos: Tensor
@@ -21,7 +22,7 @@ class Place(NamedTuple):
 
 
 class DraftLayer(nn.Module):
-    """A layer of the block: [1, B, H] -> [1, B, H]."""
+    """A decoder layer with the structure of Qwen3's: [1, B, H] -> [1, B, H]."""
 
     def __init__(self, draft: DFlashDescription, index: int):
         super().__init__()
@@ -37,7 +38,7 @@ class DraftLayer(nn.Module):
 
 
 class Gemma4Layer(nn.Module):
-    """A layer of Gemma 4's: norms behind attention and MLP as well, and a factor of its own. [1, B, H] -> [1, B, H]"""
+    """A layer of Gemma 4: it also has norms after attention and MLP, and a factor of its own. [1, B, H] -> [1, B, H]"""
 
     layer_scalar: Tensor
 
@@ -56,8 +57,8 @@ class Gemma4Layer(nn.Module):
 
 
 class KeysAndValues(nn.Module):
-    """Projections of keys and values [1, T, H] -> [1, T, kv_heads, head_dim] each. They are apart from the queries',
-    because the context has none, and linears of one module may be merged. Gemma 4 norms values, which may be the
+    """Projections of keys and values [1, T, H] -> [1, T, kv_heads, head_dim] each. They are in a module of their own,
+    since linears of one module may be merged and the context has no queries. Gemma 4 norms values, which may be the
     projection of the keys."""
 
     def __init__(self, draft: DFlashDescription, name: str):
@@ -77,13 +78,13 @@ class KeysAndValues(nn.Module):
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:
-    """Return x [..., head_dim] with a mean square of 1, as a norm without a weight."""
+    """Return x [..., head_dim] scaled to a mean square of 1: RMSNorm without a weight."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Attention of a block to the kept positions and to itself. ``kv_attention`` is the backend's."""
+    """The attention of a block to the cached positions and to itself. ``kv_attention`` is the backend's."""
 
     kv_attention: Any
 
@@ -100,12 +101,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def write(self, feature: Tensor, place: Place) -> None:
-        """Write keys and values of the context's features [1, T, H]."""
+        """Write the keys and values of the context's features [1, T, H] into the cache."""
         key, value = self.kept(feature)
         self.kv_attention.write(rotated(self.k_norm(key), place), value, place.rows)
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
-        """x [1, B, H] -> [1, B, H]"""
+        """Return the attention's output for the block: x [1, B, H] -> [1, B, H]."""
         query = rotated(self.q_norm(self.q_proj(x).unflatten(-1, self.shape)), place)
         key, value = self.kept(x)
         key = rotated(self.k_norm(key), place)
@@ -113,5 +114,5 @@ class Attention(nn.Module):
 
 
 def rotated(heads: Tensor, place: Place) -> Tensor:
-    """Return heads [1, T, heads, head_dim] with rotary embeddings."""
+    """Apply the rotary embedding to heads [1, T, heads, head_dim]."""
     return heads * place.cos.unsqueeze(2) + modeling_llama.rotate_half(heads) * place.sin.unsqueeze(2)

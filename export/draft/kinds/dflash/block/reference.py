@@ -1,4 +1,5 @@
-"""The part of the reference for a DFlash head that variants' formulas share: a checkpoint's own keys and tensors."""
+"""The part of the reference for a DFlash head that the formulas of all variants share: access to a checkpoint's keys
+and tensors."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reference:
-    """Reads a head. ``config`` is the checkpoint's JSON, ``layer`` transformers' configuration of its layers.
-    ``tensors`` are float32, under the checkpoint's names. ``embedding`` and ``lm_head`` [V, H] are the target's;
-    it multiplies the rows of its embedding by ``embedding_scale``."""
+    """The files of a head, with simple layers. ``config`` is the checkpoint's JSON, ``layer`` transformers'
+    configuration of its layers. ``tensors`` are float32, under the checkpoint's names. ``embedding`` and ``lm_head``
+    [V, H] are the target's. The target multiplies the rows of its embedding by ``embedding_scale``."""
 
     config: dict[str, Any]
     layer: "LlamaConfig"
@@ -31,11 +32,11 @@ class Reference:
 
     @property
     def scale(self) -> float:
-        """The factor of a token's row."""
+        """The factor by which the head multiplies rows of the embedding."""
         raise NotImplementedError
 
     def embed(self, tokens: Tensor | int) -> Tensor:
-        """Embed tokens [T] -> [T, H], or one."""
+        """Embed tokens [T] -> [T, H], or one token -> [H]."""
         return self.tensors.get("embed_tokens.weight", self.embedding)[tokens] * self.scale
 
     def in_target(self, scores: Tensor) -> int:
@@ -72,18 +73,19 @@ class Reference:
 
 
 class Formulas:
-    """The formulas of a variant, in plain PyTorch, with which its module is compared. They read the checkpoint by
-    themselves, so that a mistake in reading shows as well. These are of a DFlash, which has none."""
+    """The formulas of a variant in plain PyTorch, with which its module is compared. They read the checkpoint
+    independently of the reader, so that a mistake in reading shows as well. This base class adds nothing to a
+    DFlash."""
 
     anchor_proposes: ClassVar[bool] = False
-    """The anchor's row proposes where no key says whether it does."""
+    """True if the anchor's row proposes in a file without a key for it."""
 
     def __init__(self, drafter: Reference):
         self.drafter = drafter
 
     @property
     def scales_nothing(self) -> bool:
-        """True if z-lab's code takes the rows of the embedding as they are."""
+        """True if z-lab's code uses the rows of the embedding unscaled."""
         return False
 
     @classmethod
@@ -92,12 +94,12 @@ class Formulas:
         return False
 
     def first_row(self) -> int | None:
-        """Return the first row that proposes, if keys of the variant's own say it."""
+        """Return the first row that proposes if a key of the variant says so, otherwise None."""
         return None
 
     def convolved(self, x: Tensor, given: Tensor, name: str, which: int) -> Tensor:  # noqa: ARG002
-        """Return the input (``which`` 0) or the output (1) of attention or MLP, [B, H], as a layer changes it.
-        ``given``: what attention or MLP are given."""
+        """Return x [B, H], the input (``which`` 0) or the output (1) of attention or MLP, with the variant's change.
+        ``given`` [B, H] is the normed state before that change."""
         return x
 
     def scores(
@@ -107,6 +109,6 @@ class Formulas:
         anchor: int,  # noqa: ARG002
         before: int | None,  # noqa: ARG002
     ) -> Tensor:
-        """Return the logits [K, V] of the rows that propose, as the variant changes them. ``block``: the states of all
-        rows [B, H]; ``before``: the token before the anchor in the text, if there is one."""
+        """Return the logits [K, V] of the rows that propose, with the variant's change. ``block`` has the states of all
+        rows [B, H]; ``before`` is the token before the anchor in the text, None if there is none."""
         return logits

@@ -1,5 +1,5 @@
-"""The base class of the variants of the block family. A variant adds to a DFlash keys, tensors, and a module behind the
-block or in its layers."""
+"""The base class of the variants of the block family. A variant adds keys and tensors to a DFlash, and a module after
+the block or in its layers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from eagle3.export.draft.kinds.dflash.block.layers import DraftLayer
 
 Ids = Callable[[Tensor], Tensor]
-"""Returns the best tokens of logits, as ids of the target: [1, K, draft_vocab_size] -> [1, K]."""
+"""A function that returns the best tokens of logits as ids of the target: [1, K, draft_vocab_size] -> [1, K]."""
 Embed = Callable[[Tensor], Tensor]
-"""Returns the embedding of tokens, as the block has it: [1, K] -> [1, K, H]."""
+"""A function that embeds tokens as the block does: [1, K] -> [1, K, H]."""
 
 
 class Given(NamedTuple):
     """The contents of a checkpoint, from which a variant reads its own keys."""
 
     said: Mapping[str, Any]
-    """The keys of the configuration, those of ``dflash_config`` among them."""
+    """The keys of the configuration, including those of ``dflash_config``."""
     dialect: "Dialect"
     layer: "LlamaConfig"
     tensors: "Mapping[str, TensorHeader]"
@@ -41,7 +41,7 @@ class Given(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a twin."""
+    """The sizes of a small copy."""
 
     hidden: int
     vocabulary: int
@@ -53,18 +53,18 @@ class Sizes(NamedTuple):
 
 
 class Behind(nn.Module):
-    """A module behind the block, which changes its logits."""
+    """A module after the block that changes the block's logits."""
 
     sees_block: bool = False
-    """It takes the states of all rows, not of those alone that propose."""
+    """True if it takes the states of all rows, False if only of those that propose."""
     takes_token_before: bool = False
-    """It takes the token before the anchor as well."""
+    """True if it also takes the token before the anchor."""
 
     def attached(self) -> None:
-        """Replace what was loaded by what is kept of it."""
+        """Convert loaded tensors to the form in which they are used, once they are loaded."""
 
     def forward(self, logits: Tensor, state: Tensor, given: Tensor, ids: Ids, embed: Embed) -> Tensor:
-        """Change logits.
+        """Return the changed logits.
 
         Args:
             logits: [1, K, draft_vocab_size], the block's own, of the rows that propose
@@ -80,39 +80,41 @@ class Behind(nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """The part of a head that a DFlash does not have. The fields of a subclass hold what a configuration says, its
-    class variables what is so of all its heads. This class adds nothing."""
+    """The parts of a head that a plain DFlash does not have. The fields of a subclass hold the values of one
+    configuration, its class variables the facts about all heads of the variant. This base class adds nothing to a
+    DFlash."""
 
     kind: ClassVar[str]
     keys: ClassVar[tuple[str, ...]] = ()
-    """Its keys in a ``dflash_config``."""
+    """The variant's keys in a ``dflash_config``."""
     dialects: ClassVar[tuple[str, ...]] = ()
-    """The dialects in which it is read; empty for all."""
+    """The dialects in which the variant is supported; empty for all."""
     anchor_proposes: ClassVar[bool] = False
-    """The anchor's row proposes where no key says whether it does."""
+    """True if the anchor's row proposes in a file without a key for it."""
     sliding_non_causal: ClassVar[bool] = False
     """The default of ``sliding_window_non_causal``."""
     embeds_as_target: ClassVar[bool] = False
-    """z-lab trained it with the target's own module as its embedding."""
+    """True if z-lab trained the variant with the target's own module as its embedding."""
     names: ClassVar[Mapping[str, str]] = {}
-    """Patterns of tensors in checkpoints, with the module's names of them."""
+    """Maps patterns of tensor names in checkpoints to the module's names."""
     module: ClassVar[str] = ""
     """The attribute of the head that holds ``behind``."""
     formulas: ClassVar[type[Formulas]] = Formulas
 
     @classmethod
     def check_keys(cls, own: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> None:
-        """Raise ValueError for keys of other variants that mean something else here. ``own`` is ``dflash_config``."""
+        """Raise ValueError for keys of other variants that would have another meaning in this one. ``own`` is
+        ``dflash_config``."""
 
     @classmethod
     def settled(cls, said: Mapping[str, Any], dialect: "Dialect", file: Path) -> str:  # noqa: ARG003
-        """Return the kind of head that a file of this variant is."""
+        """Return the kind of a head whose file names this variant; its keys may make it another kind."""
         return cls.kind
 
     @classmethod
     def first_row(cls, said: Mapping[str, Any], dialect: "Dialect", tokens: int | None, file: Path) -> int:
-        """Return the first row of a block that proposes a token: 0 if the anchor's does, else 1. ``tokens`` are those
-        that a file of speculators proposes."""
+        """Return the first row of a block that proposes a token: 0 if the anchor's does, else 1. ``tokens`` is the
+        number of tokens a round in a file of speculators."""
         from_anchor, bonus = (boolean(said, key, None, file) for key in (ANCHOR, BONUS))
         if from_anchor is None and bonus is not None:
             from_anchor = not bonus
@@ -125,27 +127,27 @@ class Variant:
 
     @classmethod
     def chain_len(cls, rows: int, first_row: int) -> int:
-        """Return the tokens of a round that a file without such a key suggests."""
+        """Return the default chain length, for a file without a key for it."""
         return rows - first_row
 
     @classmethod
     def read(cls, given: Given) -> Self:  # noqa: ARG003
-        """Read the variant's own keys. Raises ValueError, one line."""
+        """Read the variant's own keys. Raises ValueError with one line."""
         return cls()
 
     @property
     def fixes_first_row(self) -> bool:
-        """True if the first row that proposes cannot be another than the one that was read."""
+        """True if ``first_row`` is certain, so that no other value needs to be tried."""
         return False
 
     def layer(self, plain: "type[DraftLayer]") -> "Callable[[DFlashDescription, int], nn.Module]":
-        """Return what makes a decoder layer, in the place of ``plain``."""
+        """Return the class or function that makes a decoder layer, by default ``plain``."""
         return plain
 
     def behind(self, draft: "DFlashDescription", proposals: int) -> Behind | None:  # noqa: ARG002
-        """Return the module behind the block, without weights."""
+        """Return the module after the block, without weights; None if there is none."""
         return None
 
     def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
-        """Return the shapes of its tensors in a twin, by the module's names."""
+        """Return the shapes of the variant's tensors in a small copy, by the module's names."""
         return {}

@@ -1,6 +1,6 @@
-"""The variants of the block family, a file each, under the lower-case name of the kind: how it is told by a
-``projector_type``, its keys with their defaults, names of its tensors, the module behind the block and its formulas.
-How each is listed, and told by its class, is in ``KINDS`` here."""
+"""The variants of the block family. Each has a file with the lower-case name of its kind: its keys with their defaults,
+the names of its tensors, the module after the block, and its formulas. ``KINDS`` here says how each is listed and
+recognized."""
 
 import importlib
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Member(Kind):
     """The entry of a variant."""
 
     projector_type: str | None = None
-    """The value of ``projector_type`` that says it in z-lab's dialect."""
+    """The value of ``projector_type`` that names the variant in z-lab's dialect."""
 
 
 KINDS: dict[str, Member] = {
@@ -62,7 +62,7 @@ KINDS: dict[str, Member] = {
         architectures="^DFlash2",
     ),
     DSPARK: Member(
-        "as DFlash, with a bias by the token before",
+        "as DFlash, with a bias by the previous token",
         _PARTS,
         published=(
             "RedHatAI/gemma-4-31B-it-speculator.dspark",
@@ -78,7 +78,7 @@ KINDS: dict[str, Member] = {
         architectures="^DSpark(Speculator|DraftModel)$|^(Qwen3|Gemma4)DSparkModel$",
     ),
     XPRESS: Member(
-        "as DFlash, with a bias by the token before, refined in parallel passes",
+        "as DFlash, with a bias by the previous token, refined in parallel passes",
         _PARTS,
         speculators_type="xpress",
         architectures="^XPress",

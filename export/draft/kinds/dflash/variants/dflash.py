@@ -1,4 +1,4 @@
-"""DFlash itself: a block without anything behind it."""
+"""DFlash itself: a block without a further module."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from eagle3.export.draft.kinds.dflash.variants import DFLASH
 
 @dataclass(frozen=True)
 class DFlash(Variant):
-    """A head without more than its block."""
+    """The variant without further parts."""
 
     kind = DFLASH
     embeds_as_target = True

@@ -1,8 +1,6 @@
 """DFlash2: convolutions around attention and MLP of every layer, and a choice among the best tokens of each row by the
-token before it.
-
-The rows are walked from left to right, from the anchor on, and the best token of each is taken. Source: speculators'
-``GroupedDynamicCausalConv`` and ``CandidateSelector``, z-lab's ``CandidateSelector``.
+previous row's token. The rows are computed from left to right, from the anchor on, and each takes its best token.
+Source: speculators' ``GroupedDynamicCausalConv`` and ``CandidateSelector``, z-lab's ``CandidateSelector``.
 """
 
 from collections.abc import Callable
@@ -29,7 +27,7 @@ DEFAULTS = {
 
 
 class ConvolvedLayer(DraftLayer):
-    """A layer whose attention and MLP are each between two convolutions."""
+    """A layer with a convolution before and after both attention and MLP."""
 
     def __init__(self, draft: DFlashDescription, index: int, sizes: "DFlash2"):
         super().__init__(draft, index)
@@ -44,7 +42,8 @@ class ConvolvedLayer(DraftLayer):
 
 class Convolution(nn.Module):
     """DFlash2's two causal convolutions within a block, of the input and of the output of attention or an MLP. Channels
-    in a group share what the state adds to their kernels. Source: speculators' ``GroupedDynamicCausalConv``."""
+    in a group share the part of their kernels that depends on the state. Source: speculators'
+    ``GroupedDynamicCausalConv``."""
 
     def __init__(self, draft: DFlashDescription, sizes: "DFlash2"):
         super().__init__()
@@ -53,7 +52,8 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(draft.hidden_size, 2 * self.taps * self.groups, bias=False)
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [1, B, H] -> the convolved input of the same shape, and what ``finish`` takes."""
+        """Convolve the input x [1, B, H] and compute the state's part of the kernels; return both. The second is an
+        argument of ``finish``."""
         added = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups))
         return self._convolved(x, added[:, :, 0], self.base_kernel[0]), added[:, :, 1]
 
@@ -71,7 +71,7 @@ class Convolution(nn.Module):
 
 class CandidateSelector(Behind):
     """DFlash2's choice among the best tokens of each row: logit + sum(predecessor * projected state * successor). All
-    other tokens get one less than the least of them."""
+    other tokens get the smallest of these scores, less one."""
 
     def __init__(self, draft: DFlashDescription, sizes: "DFlash2"):
         super().__init__()
@@ -95,7 +95,7 @@ class CandidateSelector(Behind):
 
 
 class DFlash2Formulas(Formulas):
-    """The same, a row at a time."""
+    """DFlash2's formulas, a row at a time."""
 
     scales_nothing = True
 
@@ -104,7 +104,8 @@ class DFlash2Formulas(Formulas):
         return "candidate_selector.successor_codebook" in drafter.tensors
 
     def convolved(self, x: Tensor, given: Tensor, name: str, which: int) -> Tensor:
-        """Row r becomes the sum over taps t of x[r - t] * (base kernel + what row r of ``given`` adds)."""
+        """Return the convolution of x [B, H]: row r is the sum over t of x[r - t] * (base kernel[t] + the part of the
+        kernel from row r of ``given``)."""
         base = self.drafter.get(f"{name}.base_kernel")[which]
         added = F.linear(given, self.drafter.get(f"{name}.kernel_projection.weight"))
         added = added.view(len(x), 2, len(base), -1)[:, which]
@@ -132,8 +133,8 @@ class DFlash2Formulas(Formulas):
 
 @dataclass(frozen=True)
 class DFlash2(Variant):
-    """DFlash2's convolutions: their taps, and the channels of a group. Its selector: its rank, and the tokens of a row
-    that it chooses from."""
+    """The sizes of DFlash2's convolutions (their length, the channels of a group) and of its selector (its rank, the
+    tokens of a row that it chooses from)."""
 
     conv_taps: int
     conv_group: int
@@ -157,7 +158,7 @@ class DFlash2(Variant):
                 f"{said['block_size']}: correct it"
             )
         if "d2t" in given.tensors:
-            raise ValueError(f"{file.parent} has a d2t, but a {DFLASH2} head speaks the target's whole vocabulary")
+            raise ValueError(f"{file.parent} has a d2t, but a {DFLASH2} head uses the target's whole vocabulary")
         return cls(conv_taps=taps, conv_group=group, selector_rank=rank, selector_top_k=chosen)
 
     def layer(self, plain: type[DraftLayer]) -> Callable[[DFlashDescription, int], nn.Module]:  # noqa: ARG002

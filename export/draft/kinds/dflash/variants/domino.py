@@ -1,7 +1,7 @@
 """Domino: a bias of the logits by a GRU over the block's tokens. A row's scores depend on the tokens that all rows
 before it propose.
 
-It is a DFlash in z-lab's or speculators' dialect; SpecForge trains it, and NVIDIA's ModelOpt. Source: SpecForge's
+Its files are in z-lab's or speculators' dialect; SpecForge and NVIDIA's ModelOpt train it. Source: SpecForge's
 ``DominoDraftModel``, the ``DominoHead`` of speculators' pull request 773; arXiv 2605.29707.
 """
 
@@ -27,11 +27,11 @@ DEFAULTS = {
     "gru_hidden_dim": 1024,  # the size of the GRU's state
     "emb_dim": 256,  # the rank of the bias
 }
-"""Speculators' defaults. The other systems' files have every key."""
+"""The defaults in speculators. Files of other systems have every key."""
 
 
 class GRU(nn.Module):
-    """A GRU of one layer without biases, a step at a time. Its linears have the names of PyTorch's weights."""
+    """A GRU of one layer without biases, which computes one step. Its linears have the names of PyTorch's weights."""
 
     def __init__(self, size: int, state: int):
         super().__init__()
@@ -39,7 +39,7 @@ class GRU(nn.Module):
         self.weight_hh_l0 = nn.Linear(state, 3 * state, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        """x [1, 1, H], memory [1, 1, state] -> the next state"""
+        """Return the next state [1, 1, state] for an input x [1, 1, H] and the state ``memory`` [1, 1, state]."""
         reset, update, new = self.weight_ih_l0(x).chunk(3, dim=-1)
         kept_reset, kept_update, kept = self.weight_hh_l0(memory).chunk(3, dim=-1)
         update = torch.sigmoid(update + kept_update)
@@ -48,8 +48,9 @@ class GRU(nn.Module):
 
 
 class DominoHead(Behind):
-    """Domino's bias of the logits: embed_proj(cat(state, memory)), where a GRU made the memory of the anchor and of all
-    tokens that the rows before propose. It begins anew in each block. The rows before the ``first`` have no bias."""
+    """Domino's bias of the logits: embed_proj(cat(state, memory)), where ``memory`` is the state of a GRU over the
+    anchor and the tokens that earlier rows propose. The GRU starts from zeros in each block. Rows before the row
+    ``first`` have no bias."""
 
     def __init__(self, draft: DFlashDescription, domino: "Domino"):
         super().__init__()
@@ -76,7 +77,8 @@ class DominoHead(Behind):
 
 
 class DominoFormulas(Formulas):
-    """The same, each row anew. The rows of the GRU's weights are those of its gates reset, update and new."""
+    """Domino's formulas, which compute each row from the beginning. The rows of the GRU's weights belong to the gates
+    reset, update and new."""
 
     @classmethod
     def knows(cls, drafter: Reference) -> bool:
@@ -93,7 +95,7 @@ class DominoFormulas(Formulas):
         return torch.stack(rows)
 
     def _bias_behind(self, tokens: list[int], state: Tensor) -> Tensor | float:
-        """Return the bias of a row behind the anchor and the tokens that the rows before chose."""
+        """Return the bias of a row, given ``tokens``: the anchor and the tokens that earlier rows chose."""
         first = self.drafter.said(PREFIX)
         if len(tokens) <= (1 if first is None else first):
             return 0.0
@@ -108,13 +110,14 @@ class DominoFormulas(Formulas):
         return self._get("embed_proj.2.weight") @ (inner * torch.sigmoid(inner))
 
     def _get(self, end: str) -> Tensor:
-        """Return the tensor whose name ends so; what is before it differs by system."""
+        """Return the tensor whose name ends with ``end``; the prefix differs by system."""
         return next(tensor for name, tensor in self.drafter.tensors.items() if name.endswith(end))
 
 
 @dataclass(frozen=True)
 class Domino(Variant):
-    """Domino's GRU: the size of its state, the rank of its bias, and the first proposal with a bias."""
+    """The sizes of a Domino head: the size of its GRU's state, the rank of its bias, and the first proposal with a
+    bias."""
 
     size: int
     rank: int
@@ -127,7 +130,7 @@ class Domino(Variant):
     embeds_as_target = True
     fixes_first_row = True
     module = "domino_head"
-    # As SpecForge saves them now and at first, and as speculators does.
+    # The names as current and early versions of SpecForge save them, and as speculators does.
     names = {
         r"(?:logit_head\.|domino_head\.)?(prefix_gru\.weight_[ih]h_l0|embed_proj\.[02]\.weight)": r"domino_head.\1",
         r"domino_head\.(prefix_gru\.weight_[ih]h_l0)": r"domino_head.\1.weight",
@@ -135,7 +138,7 @@ class Domino(Variant):
 
     @classmethod
     def first_row(cls, said: Mapping[str, Any], dialect: Dialect, tokens: int | None, file: Path) -> int:  # noqa: ARG003
-        """Return 0 for a head whose rows propose the token behind their own, the anchor's as well, else 1."""
+        """Return 0 if each row, including the anchor's, proposes the token after its own, else 1."""
         shifted = boolean(said, SHIFT, True if dialect.has_defaults else None, file)
         if shifted is None:
             raise ValueError(f"{file} has no {SHIFT}, which says if the anchor's row of a {DOMINO} proposes: add it")
@@ -143,7 +146,7 @@ class Domino(Variant):
             raise ValueError(f"{file}: {SHIFT} is {shifted}, but {ANCHOR} is not: correct one of them")
         if dialect.has_defaults and not shifted:
             raise ValueError(
-                f"{file}: {SHIFT} is false: {dialect.name}' {DOMINO} would see the tokens that it proposes"
+                f"{file}: {SHIFT} is false: the {DOMINO} of {dialect.name} would attend to the tokens that it proposes"
             )
         return 0 if shifted else 1
 
@@ -160,12 +163,12 @@ class Domino(Variant):
         first, size, rank = (count(said, key, DEFAULTS[key], file, least=int(key != PREFIX)) for key in DEFAULTS)
         if first >= proposals:
             raise ValueError(
-                f"{file}: {PREFIX} is {first}, but a block proposes {proposals} tokens, the last with a bias: correct "
-                "it"
+                f"{file}: {PREFIX} is {first}, but a block proposes {proposals} tokens, and the last must have a bias: "
+                "correct it"
             )
         for key in FACTORS:
             if said.get(key) not in (None, 1.0):
-                raise ValueError(f"{file}: {key} is {said[key]}, which no code of a {DOMINO} knows: take it out")
+                raise ValueError(f"{file}: {key} is {said[key]}, a key that no code for {DOMINO} has: take it out")
         return cls(size=size, rank=rank, first=first)
 
     def behind(self, draft: DFlashDescription, proposals: int) -> DominoHead:  # noqa: ARG002

@@ -1,7 +1,6 @@
-"""DSpark: a bias of the logits by the token before each row, ``w2(w1[token before])``, in one of three types.
-
-The rows are walked from left to right, from the anchor on, and the best token of each is taken. Its confidence head is
-not used. Source: speculators' ``MarkovHead``; DeepSpec's and SpecForge's DSpark.
+"""DSpark: a bias of the logits by the previous row's token, ``w2(w1[previous token])``, in one of three types. The rows
+are computed from left to right, from the anchor on, and each takes its best token. Its confidence head is not used.
+Source: speculators' ``MarkovHead``; DeepSpec's and SpecForge's DSpark.
 """
 
 from collections.abc import Mapping
@@ -22,13 +21,14 @@ from eagle3.export.draft.kinds.dflash.variants import DFLASH, DSPARK
 RANK, TYPE = "markov_rank", "markov_head_type"
 DEFAULT_RANK = 256
 TYPES = ("vanilla", "gated", "rnn")
-"""Values of ``markov_head_type``: the bias itself (the default), a gate of it and the state, a recurrent state."""
+"""Values of ``markov_head_type``: the bias itself (the default), the bias with a gate from it and the state, a bias
+from a recurrent state."""
 W1 = "markov_head.markov_w1.weight"
 
 
 class MarkovHead(Behind):
-    """DSpark's bias of the logits: w2(w1[token before]), or a gate of that and the state ("gated"), or a recurrent
-    state ("rnn")."""
+    """DSpark's bias of the logits: w2(w1[previous token]), with a gate from w1 and the state ("gated"), or from a
+    recurrent state ("rnn")."""
 
     def __init__(self, draft: DFlashDescription, markov: "DSpark"):
         super().__init__()
@@ -60,7 +60,7 @@ class MarkovHead(Behind):
 
 
 class MarkovFormulas(Formulas):
-    """The same, a row at a time."""
+    """DSpark's formulas, a row at a time."""
 
     anchor_proposes = True
 
@@ -83,7 +83,7 @@ class MarkovFormulas(Formulas):
         return torch.stack(rows)
 
     def _bias_behind(self, token: int, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the bias of a row behind ``token``, and the recurrent state behind it."""
+        """Return the bias of the row after ``token``, and the recurrent state after that row."""
         drafter = self.drafter
         before, kind = drafter.get(W1)[token], drafter.said(TYPE)
         if kind == "gated":
@@ -99,7 +99,7 @@ class MarkovFormulas(Formulas):
 
 @dataclass(frozen=True)
 class DSpark(Variant):
-    """DSpark's bias: its rank, 0 for none, and its type."""
+    """The rank of DSpark's bias, 0 for none, and its type."""
 
     rank: int
     type: str
@@ -121,7 +121,7 @@ class DSpark(Variant):
         if kind not in TYPES or (kind == "rnn" and given.first_row):
             raise ValueError(
                 f"{given.file}: {TYPE} {kind!r} with sample_from_anchor {str(not given.first_row).lower()}: "
-                f"{', '.join(TYPES)} are what is read, rnn with sample_from_anchor alone"
+                f"supported are {', '.join(TYPES)}, and rnn only with sample_from_anchor"
             )
         return cls(rank=rank, type=kind)
 

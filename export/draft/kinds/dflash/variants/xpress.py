@@ -1,24 +1,24 @@
-"""xPress: a bias of the logits by the token before each row, refined in parallel.
+"""xPress: a bias of the logits by the previous row's token, refined in parallel.
 
     x_k = in_proj(cat(down_h(h_k), down_g(mean of all h), embed(token before row k)))
     x_k = x_k + sum over j <= k of mix[:, k, j] * x_j;  x_k = x_k + mlp(x_k)
     logits_k = the block's own logits + readout(x_k)
 
 A pass computes all rows, with the tokens that the pass before gave them; the first takes the best tokens of the block's
-own logits. The head has no inference code in speculators. What a pass takes is that of the rounds in its training
-(``XPressDraftModel.forward``), where each is given the best tokens of the round before:
+own logits. speculators has no inference code for this head. The inputs of a pass are those of the rounds in its
+training (``XPressDraftModel.forward``), where each round takes the best tokens of the round before:
 
     sample_from_anchor   the token before row 0 is the anchor, that before row k what row k - 1 proposes
     otherwise            row 0 holds the anchor and proposes nothing, but row k mixes it in: the token before it is the
                          one before the anchor in the text, that before row 1 the anchor
 
-Tokens are the target's ids; a reduced vocabulary is mapped after every pass. Training takes the anchor itself where no
-token is before it in its document. vLLM's pull request 54448 always does, since its drafter knows no earlier token; its
-passes are these otherwise. Here the head keeps the tokens of its slots, and the anchor stands in for the first token of
-a text alone, which no draft slot holds.
+Tokens are the target's ids; a reduced vocabulary is mapped after every pass. If no token precedes the anchor in its
+document, training takes the anchor itself. vLLM's pull request 54448 always does so, since its drafter does not know
+earlier tokens; its passes are the same otherwise. Here the head stores the tokens of its slots. Only for the first
+token of a text, which no draft slot holds, the anchor is taken.
 
-Row k depends on tokens before rows 0 to k, so each pass settles one more row, and passes beyond the last row change
-nothing. So many are left out.
+Row k depends on the tokens before rows 0 to k, so each pass makes one more row final. Passes beyond the number of rows
+change nothing and are left out.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ from eagle3.export.draft.kinds.dflash.variants import XPRESS
 
 DEFAULTS = {
     "xpress_rank": 256,
-    "xpress_mlp_ratio": 2,  # the width of the MLP in ranks
-    "num_jacobi_passes": 6,  # over a block
+    "xpress_mlp_ratio": 2,  # the width of the MLP, as a multiple of the rank
+    "num_jacobi_passes": 6,  # the number of passes
 }
 
 
@@ -65,7 +65,7 @@ class Refiner(Behind):
         self.readout = nn.Linear(rank, draft.draft_vocab_size, bias=False)
 
     def attached(self) -> None:
-        """Replace the loaded mixer [rank, B, B] by the part of it that is read, [rows, rows, rank]."""
+        """Replace the loaded mixer [rank, B, B] by the part of it that is used, [rows, rows, rank]."""
         causal = self.mix_l.detach().tril()[:, : self.rows, : self.rows]
         self.register_buffer("mixer", causal.permute(1, 2, 0).contiguous(), persistent=False)
         del self.mix_l
@@ -84,7 +84,7 @@ class Refiner(Behind):
 
 
 class RefinerFormulas(Formulas):
-    """The logits of rows, each behind the token that the pass before gave to the row before it."""
+    """xPress's formulas: a pass computes each row's logits from the previous row's token in the pass before."""
 
     @classmethod
     def knows(cls, drafter: Reference) -> bool:
@@ -98,7 +98,7 @@ class RefinerFormulas(Formulas):
         mix, table = (
             drafter.get(f"{at}.mix_l"),
             drafter.get(f"{at}.token_embed.weight"),
-        )  # [rank, row, row that it sees]
+        )  # [rank, row, mixed row]
         for _ in range(6 if passes is None else passes):
             proposed = [drafter.in_target(row) for row in refined]
             behind = (given if first else given[1:]) + proposed[:-1]
@@ -118,7 +118,8 @@ class RefinerFormulas(Formulas):
 
 @dataclass(frozen=True)
 class XPress(Variant):
-    """xPress's refiner: its rank, the width of its MLP in ranks, and the passes over a block."""
+    """The sizes of xPress's refiner: its rank, the width of its MLP as a multiple of the rank, and the passes over a
+    block."""
 
     rank: int
     mlp_ratio: int
