@@ -113,9 +113,9 @@ def by_three_methods(session, window, positions):
     return step.ids, torch.cat(chain, dim=1), session.positions[following : following + window.shape[1]]
 
 
-@pytest.mark.first(2)
-@pytest.mark.parametrize("chain_len", [1, 4])
+@pytest.mark.first(3)  # every kind of head in its longest round
 @pytest.mark.parametrize("target", HEADS)
+@pytest.mark.parametrize("chain_len", [4, 1])
 def test_a_fused_round_is_right_for_each_kind_of_head_and_any_acceptance(target, chain_len, checkpoints, tmp_path):
     model, folder = checkpoints(target)
     HEADS[target](tmp_path / "draft", model.config)

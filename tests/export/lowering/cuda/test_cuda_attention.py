@@ -66,6 +66,49 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1.5e-2, rtol=1e-2)  # softmax's weights and the output in bfloat16
 
 
+def assert_equals_eager(
+    groups=2, width=DIM, window=0, chunked=False, softcap=None, with_sinks=False, keys=16, calls=((8, 3), (1, 0)),
+    start=140, int8=False, slots=SLOTS,
+):  # fmt: skip
+    """Compare the kernels with the eager reference. The cache holds ``start`` positions; then each of ``calls`` has its
+    number of rows, of which the last ones are written again by the next call."""
+    sinks = torch.linspace(-2, 3, 2 * groups).bfloat16().float() if with_sinks else None
+    eager, ours = (
+        Attend(kind, window, chunked and window > 0, softcap, sinks, width, slots, int8 and not window)
+        for kind in (EagerAttention, CudaAttention)
+    )
+    with patch(
+        "eagle3.export.lowering.cuda.graph.attention.attention", lambda *given: by_interpreter(*given, keys=keys)
+    ):
+        for begin in range(0, start, window or start or 1):  # what the cache holds
+            filled = inputs(begin, min(window or start, start - begin), 2 * groups, width)
+            for each in (eager, ours):
+                each.attention.kv_cache.update(filled[3], filled[1].transpose(1, 2), filled[2].transpose(1, 2))
+        first = start
+        for rows, again in calls:
+            rows = min(rows, window or rows, slots - first)
+            if rows < 1:
+                break
+            given_now = inputs(first, rows, 2 * groups, width)
+            assert_equal(ours(*given_now), eager(*given_now))
+            first = max(first + rows - again, 0) if not window else first + rows - min(again, rows)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"window": WINDOW, "with_sinks": True, "start": 240},
+        {"window": WINDOW, "softcap": 2.0, "start": 240},
+        {"window": 16, "chunked": True, "start": 40},
+        {"softcap": 2.0, "with_sinks": True, "int8": True, "keys": 32},
+        {"with_sinks": True, "slots": 100, "start": 60},
+    ],
+    ids=["a ring, sinks", "a ring, softcap", "a chunk", "softcap, sinks, codes", "one part, sinks"],
+)
+def test_the_attention_kernels_have_windows_softcaps_sinks_and_codes(case):
+    assert_equals_eager(**case)
+
+
 @pytest.mark.whole
 @settings(max_examples=15, deadline=None)
 @given(
@@ -80,30 +123,9 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     start=some.integers(0, 240),
     int8=some.booleans(),
 )
-def test_the_attention_kernels_equal_eager_attention(
-    groups, width, window, chunked, softcap, with_sinks, keys, calls, start, int8
-):
+def test_the_attention_kernels_equal_eager_attention(**case):
     """The cases cover numbers of heads, phases of ring buffers, positions written twice, and caches of codes."""
-    sinks = torch.linspace(-2, 3, 2 * groups).bfloat16().float() if with_sinks else None
-    eager, ours = (
-        Attend(kind, window, chunked and window > 0, softcap, sinks, width, int8=int8 and not window)
-        for kind in (EagerAttention, CudaAttention)
-    )
-    with patch(
-        "eagle3.export.lowering.cuda.graph.attention.attention", lambda *given: by_interpreter(*given, keys=keys)
-    ):
-        for begin in range(0, start, window or start or 1):  # what the cache holds
-            filled = inputs(begin, min(window or start, start - begin), 2 * groups, width)
-            for each in (eager, ours):
-                each.attention.kv_cache.update(filled[3], filled[1].transpose(1, 2), filled[2].transpose(1, 2))
-        first = start
-        for rows, again in calls:
-            rows = min(rows, window or rows, SLOTS - first)
-            if rows < 1:
-                break
-            given_now = inputs(first, rows, 2 * groups, width)
-            assert_equal(ours(*given_now), eager(*given_now))
-            first = max(first + rows - again, 0) if not window else first + rows - min(again, rows)
+    assert_equals_eager(**case)
 
 
 class Drafting(Attend):
