@@ -21,7 +21,7 @@ from eagle3.targets.attention import EagerAttention
 OF_16 = ("gemma4-31B", "gemma4-E2B", "assistant", "auto", "gpt-oss-20b", "lfm2")
 WINDOWS = dict.fromkeys(OF_16, 16) | {"llama4-maverick": 24}
 WITHOUT_DRAFT_CACHE = ("assistant", "mlp")
-PARALLEL = ("qwen3-4B", *FOR_LLAMA)
+PARALLEL = ("qwen3-4B", "dflash", *FOR_LLAMA)
 TAPS = {
     **dict.fromkeys(("llama3.1-8B", *WITHOUT_DRAFT_CACHE), "the target's final state after its norm"),
     **dict.fromkeys(EXPERTS, "hidden_states 0, 1, 2"),

@@ -56,11 +56,12 @@ DRAFTS = {
 }
 """An EAGLE-3, another for a target with per-layer inputs and shared keys, an EAGLE that shares the target's embedding
 and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets with sinks and experts with biases, with chunks, rotations on
-complex numbers and experts in some of the layers; an assistant with centroids, an MLP speculator, a DFlash, an xPress,
-a Domino, a DFlash2, a DSpark with an rnn bias and an MTP head for ``TARGET_OF`` each; a target with recurrent layers
-and an MTP layer of its own, another with short convolutions."""
-FOR_LLAMA = ("mlp", "dflash", "xpress", "domino", "dflash2", "dspark")
+complex numbers and experts in some of the layers; an assistant with centroids, an MLP speculator, an xPress, a Domino,
+a DFlash2, a DSpark with an rnn bias and an MTP head for ``TARGET_OF`` each; targets with recurrent layers, one for a
+DFlash and one with an MTP layer of its own; another with short convolutions."""
+FOR_LLAMA = ("mlp", "xpress", "domino", "dflash2", "dspark")
 TARGET_OF = {"assistant": "gemma4-31B", **dict.fromkeys(FOR_LLAMA, "llama3.1-8B"), "mtp": "qwen3-4B", "lfm2": "auto"}
+TARGET_OF |= {"dflash": "qwen3.5-4B"}  # z-lab publishes DFlash heads for targets with recurrent layers
 TAPPED = {"dflash": 3, "xpress": 3, "domino": 3, "dflash2": 4, "dspark": 4, "mtp": 4}
 """Heads whose target has as many layers as they tap."""
 OWN_LAYER = {"qwen3.5-9B": "qwen3_5_text"}
@@ -80,6 +81,8 @@ def family_model(name: str):
     MLP, and sliding and full layers."""
     if name in OWN_LAYER:
         return own_model(OWN_LAYER[name])
+    if name == "dflash":
+        return own_model("qwen3_5_text")
     if name == "lfm2":
         return random_family(name, ["conv", "full_attention", "conv"])
     if name in TAPPED:
@@ -117,7 +120,7 @@ def export_config(name: str, folder: Path) -> ExportConfig:
     """Return the flags of the export of ``name`` from ``folder``'s target and draft to its ``out``."""
     draft = Path("mtp") if name in OWN_LAYER else folder / "draft"
     paths = {"checkpoint": folder / "target", "draft": draft, "output_dir": folder / "out"}
-    chunk = {"auto": 12, "qwen3.5-9B": 40}.get(name, 16)
+    chunk = {"auto": 12, "qwen3.5-9B": 40, "dflash": 24}.get(name, 16)
     lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": chunk}
     outputs = {"with_forward": name in WITH_FORWARD, "logits": name not in WITHOUT_LOGITS}
     outputs["speculate"] = name in WITH_SPECULATE
