@@ -113,9 +113,18 @@ def test_each_program_of_fused_attention_is_independent_of_the_others_writes(
 
 
 @ONCE
-@pytest.mark.parametrize(("rows", "groups", "width"), [(1, 3, 24), (8, 8, 16), (16, 1, 64)])
-def test_each_program_of_fused_int8_attention_is_independent_of_the_others_writes(rows, groups, width):
-    given_now = list(made(rows, 40, 2, groups, width, 0, True))
+@pytest.mark.parametrize(
+    ("rows", "groups", "width", "more"),
+    [
+        (1, 3, 24, {}),
+        (4, 3, 24, {"kind": "neighbours of a half", "bias": True}),
+        (8, 8, 16, {"kind": "by half a table"}),
+        (5, 2, 16, {"kind": "neighbours", "plus": 1.0}),
+        (16, 1, 64, {"kind": "a half"}),
+    ],
+)
+def test_each_program_of_fused_int8_attention_is_independent_of_the_others_writes(rows, groups, width, more):
+    given_now = list(made(rows, 40, 2, groups, width, 0, True, **more))
     given_now[1:3], scales = zip(*map(int8_codes, given_now[1:3]), strict=True)
     found, expected = Alone(*given_now, scales=scales), reference(*given_now, scales=scales)
     torch.testing.assert_close(found.out.float(), expected[0].float(), **CLOSE)
@@ -130,8 +139,11 @@ def test_each_program_of_fused_int8_attention_is_independent_of_the_others_write
 
 
 @ONCE
-def test_a_row_of_fused_attention_has_the_same_bits_with_any_number_of_rows():
-    most = Alone(*made(16, 120, 2, 2, 24, WINDOW, True))
+def test_a_row_of_fused_attention_in_a_ring_is_right_and_has_the_same_bits_with_any_number_of_rows():
+    given_most = made(16, 120, 2, 2, 24, WINDOW, True)
+    most = Alone(*given_most)
+    for x, y in zip((most.out, most.keys, most.values), reference(*given_most), strict=True):
+        torch.testing.assert_close(x.float(), y, **CLOSE)
     for rows in (1, 7):
         found = Alone(*made(rows, 120, 2, 2, 24, WINDOW, True))
         slots = torch.arange(120, 136)[-rows:] % (2 * WINDOW)
