@@ -57,13 +57,17 @@ KINDS = [(0, False, None, False), (0, False, None, True), (8, False, None, True)
 """window, chunked, softcap, sinks"""
 # 4: two query heads for each key head; 16: eight, of which four become rows in a layer with a ring.
 CASES = [
-    *((kind, heads) for kind in KINDS for heads in (4, 16)),
-    ((8, True, 2.0, True), 4),
+    (KINDS[0], 4),
+    (KINDS[2], 16),
     ((0, False, 2.0, False), 16),
+    (KINDS[0], 16),
+    *((KINDS[1], heads) for heads in (4, 16)),
+    (KINDS[2], 4),
+    ((8, True, 2.0, True), 4),
 ]
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(3)  # neither, the sinks of a ring, and a softcap
 @pytest.mark.parametrize(("kind", "heads"), CASES)
 def test_lowered_softcaps_and_sinks_equal_the_eager_reference(kind, heads, tmp_path):
     rows = Dim("rows", min=1, max=8)
