@@ -246,6 +246,42 @@ TARGETS: dict[str, TargetSpec] = {
         model_types=("lfm2_moe",),
         repository="LiquidAI/LFM2-8B-A1B",
     ),
+    "bamba-9B": TargetSpec(
+        "Bamba 9B, Mamba 2 layers",
+        DECODER_LAYERS,
+        model_types=("bamba",),
+        repository="ibm-ai-platform/Bamba-9B-v1",
+    ),
+    "falcon-h1-7B": TargetSpec(
+        "Falcon-H1 7B, attention and Mamba 2 in each layer",
+        DECODER_LAYERS,
+        model_types=("falcon_h1",),
+        repository="tiiuae/Falcon-H1-7B-Instruct",
+    ),
+    "granite4-h-tiny": TargetSpec(
+        "Granite 4.0 H Tiny, 64 experts, Mamba 2 layers",
+        DECODER_LAYERS,
+        model_types=("granitemoehybrid",),
+        repository="ibm-granite/granite-4.0-h-tiny",
+    ),
+    "granite4-h-small": TargetSpec(
+        "Granite 4.0 H Small, 72 experts, Mamba 2 layers",
+        DECODER_LAYERS,
+        model_types=("granitemoehybrid",),
+        repository="ibm-granite/granite-4.0-h-small",
+    ),
+    "nemotron-h-8B": TargetSpec(
+        "Nemotron-H 8B, Mamba 2 layers",
+        DECODER_LAYERS,
+        model_types=("nemotron_h",),
+        repository="nvidia/Nemotron-H-8B-Base-8K",
+    ),
+    "nemotron3-nano-30B-A3B": TargetSpec(
+        "Nemotron 3 Nano 30B-A3B, experts, Mamba 2 layers",
+        DECODER_LAYERS,
+        model_types=("nemotron_h",),
+        repository="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    ),
     "auto": TargetSpec(
         "by config.json: any decoder-only model of transformers whose small random copy gives transformers' logits",
         DECODER_LAYERS,

@@ -8,7 +8,6 @@ This module does not check that a family is computed correctly. The twin check c
 """
 
 import inspect
-from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
@@ -28,12 +27,22 @@ from eagle3.targets.attention import (
 from eagle3.targets.complex_rotary import RealRotary
 from eagle3.targets.conversion import Conversion
 from eagle3.targets.experts import Experts
-from eagle3.targets.gated_delta import GatedDeltaState, is_gated_delta, use_gated_delta
 from eagle3.targets.past import Past
 from eagle3.targets.recurrent import RecurrentPositions
-from eagle3.targets.short_conv import ShortConvState, is_short_conv, mixer_with_state
 from eagle3.targets.softcap import softcapped
-from eagle3.targets.spec import RECURRENT, Convert, Skeleton, Weights, Window, has_field, layer_windows
+from eagle3.targets.spec import (
+    HYBRID,
+    RECURRENT,
+    WITHOUT_PAST,
+    Convert,
+    Skeleton,
+    Weights,
+    Window,
+    has_field,
+    is_recurrent,
+    layer_windows,
+)
+from eagle3.targets.state_mixers import attention_of, give_state, mixer_with_state, use_states
 from eagle3.targets.text_part import TextPart, build
 
 SOFTCAP = "final_logit_softcapping"
@@ -59,15 +68,10 @@ class DecoderLayersTarget(nn.Module):
         self.cap, self.caps_itself = _softcap(model)
         self.past_name = past_name(model.model)
         for index, (layer, window) in enumerate(zip(self.layers, layer_windows(config), strict=True)):
-            if is_gated_delta(layer):
-                layer.linear_attn.kept_state = GatedDeltaState(layer.linear_attn)  # type: ignore[union-attr]
+            give_state(layer, window.tokens, max_seq_len)
+            attn = attention_of(layer)
+            if attn is None:
                 continue
-            if is_short_conv(layer):
-                layer.conv.kept_state = ShortConvState(layer.conv, window.tokens, max_seq_len)  # type: ignore[union-attr]
-                continue
-            if not attends_to_text(layer):
-                continue
-            attn: Any = layer.self_attn  # a class of transformers
             attn.kv_window, attn.forward_rows = window, self.rows
             if shares_keys(attn):
                 attn.kept = [self.kept(attn.layer_type)]  # in a list, since the module is a submodule of another layer
@@ -81,13 +85,7 @@ class DecoderLayersTarget(nn.Module):
             sinks = has_sinks(attn)
             shape = KVCacheShape(kv_heads, head_dim, max_seq_len, ring, dtype, sinks, window.chunked, heads=heads)
             attn.kv_attention = attention(shape)
-        recurrent = any(map(is_gated_delta, self.layers))
-        self.recurrent: RecurrentPositions | None = RecurrentPositions() if recurrent else None
-
-    @property
-    def mixers(self) -> list[Any]:
-        """The submodules that keep a state, of the layers that have one."""
-        return [mixer for layer in self.layers if (mixer := mixer_with_state(layer)) is not None]
+        self.recurrent: RecurrentPositions | None = RecurrentPositions() if is_recurrent(config) else None
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -96,7 +94,7 @@ class DecoderLayersTarget(nn.Module):
     @property
     def embed_tokens(self) -> nn.Embedding:
         """The embedding's raw rows; the module of some families scales them."""
-        module = self.causal_lm.model.embed_tokens
+        module = _embedding(self.causal_lm.model)
         if type(module) is nn.Embedding:
             return module
         rows = nn.Embedding(1, 1, device="meta")
@@ -109,11 +107,11 @@ class DecoderLayersTarget(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed as the family's own module does. No head needs this in a family that scales outside of the module."""
-        return self.causal_lm.model.embed_tokens(tokens)
+        return _embedding(self.causal_lm.model)(tokens)
 
     def kept(self, kind: str) -> nn.Module | None:
         kinds = getattr(self.causal_lm.config, "layer_types", None) or ["full_attention"] * len(self.layers)
-        attns: list[Any] = [layer.self_attn for layer, own in zip(self.layers, kinds, strict=True) if own == kind]
+        attns = [attention_of(layer) for layer, own in zip(self.layers, kinds, strict=True) if own == kind]
         keeping = [attn for attn in attns if not shares_keys(attn)]
         return keeping[-1].kv_attention if keeping else None
 
@@ -138,7 +136,7 @@ class DecoderLayersTarget(nn.Module):
             self.rows.by_window = self._rows(input_pos)
             recurrent = None if self.recurrent is None else self.recurrent.rows(input_pos)
             positions = {"position_ids": input_pos[None], self.past_name: Past(input_pos, self.layers, recurrent)}
-            with RealRotary(), use_gated_delta(self.mixers):
+            with RealRotary(), use_states(self.layers):
                 out = self.causal_lm.model(tokens, use_cache=False, **positions)
         finally:
             self.rows.by_window = {}
@@ -169,12 +167,9 @@ class DecoderLayersTarget(nn.Module):
     def _rows(self, input_pos: Tensor) -> dict[Window, Any]:
         """Return the ``rows`` of the attention modules, by window."""
         rows: dict[Window, Any] = {}
-        attending: Iterator[Any] = (
-            layer.self_attn for layer in self.layers if attends_to_text(layer) and mixer_with_state(layer) is None
-        )
-        for attn in attending:
-            window = attn.kv_window
-            if window not in rows:
+        for attn in map(attention_of, self.layers):
+            window = None if attn is None else attn.kv_window
+            if window is not None and window not in rows:
                 rows[window] = attn.kv_attention.rows(input_pos)
         return rows
 
@@ -185,9 +180,10 @@ def past_name(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def attends_to_text(layer: nn.Module) -> bool:
-    """Return False for Mllama's layers that attend only to an image; they are skipped for text."""
-    return hasattr(layer, "self_attn") or not hasattr(layer, "cross_attn")
+def _embedding(decoder: Any) -> Any:  # noqa: ANN401 - classes of transformers
+    """Return the embedding of a decoder, None if it has none of the names that are known."""
+    other = getattr(decoder, "embeddings", None)  # of Nemotron-H; in other classes it holds more than the embedding
+    return getattr(decoder, "embed_tokens", other if isinstance(other, nn.Embedding) else None)
 
 
 class _Tail:
@@ -196,14 +192,25 @@ class _Tail:
 
     def __init__(self, causal_lm: PreTrainedModel | TextPart, state: Tensor, lm_head: nn.Module, capped: bool = False):
         self.owner = causal_lm.owner if isinstance(causal_lm, TextPart) else causal_lm
-        self.lm_head, self._state = lm_head, state
+        self.lm_head, self.model = lm_head, _Decoder(getattr(self.owner, "model", None), state)
         self.config = self.owner.config if capped else _uncapped(self.owner.config)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the model has
         return getattr(self.owner, name)
 
-    def model(self, *_args: object, **_kwargs: object) -> "_Output":
+
+class _Decoder:
+    """A decoder that only returns ``state``. Its other attributes are those of ``decoder``: Falcon-H1's has a factor of
+    the logits."""
+
+    def __init__(self, decoder: nn.Module | None, state: Tensor):
+        self._decoder, self._state = decoder, state
+
+    def __call__(self, *_args: object, **_kwargs: object) -> "_Output":
         return _Output(self._state)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the decoder has
+        return getattr(self._decoder, name)
 
 
 class _Output:
@@ -288,38 +295,36 @@ def _check_parts(model: PreTrainedModel | TextPart) -> None:
     """Raise ValueError for a model that lacks a submodule ``DecoderLayersTarget`` needs; the message names it."""
     kind = type(model.wrapper if isinstance(model, TextPart) else model).__name__
     decoder: Any = getattr(model, "model", None)
-    kinds = getattr(model.config, "layer_types", None) or ()
-    other = next(
-        (
-            layer
-            for layer, kind in zip(getattr(decoder, "layers", ()), kinds, strict=False)
-            if kind == RECURRENT and not is_gated_delta(layer)
-        ),
-        None,
-    )
-    if other is not None:
-        raise ValueError(
-            f"layer_types has {RECURRENT}, which {type(other).__name__} does not compute by the gated delta rule of "
-            "Qwen3-Next and Qwen3.5: eagle3-export --list-targets lists what is supported"
-        )
-    missing = [name for name in ("layers", "embed_tokens") if not hasattr(decoder, name)]
-    missing = [f"model.{name}" for name in missing] + [name for name in ("lm_head",) if not hasattr(model, name)]
-    if not missing:
-        without = (
-            at
-            for at, layer in enumerate(decoder.layers)
-            if mixer_with_state(layer) is None
-            and (
-                attends_to_text(layer) != hasattr(layer, "self_attn")
-                or isinstance(getattr(layer, "self_attn", None), nn.ModuleList)
+    layers: Any = getattr(decoder, "layers", None)
+    kinds = getattr(model.config, "layer_types", None) or [""] * len(layers or ())
+    for layer, own in zip(layers or (), kinds, strict=False):
+        if own in (RECURRENT, HYBRID) and mixer_with_state(layer) is None:
+            raise ValueError(
+                f"layer_types has {own}, but {type(layer).__name__} keeps a state that is not one of the gated delta "
+                "rule or of Mamba 2: eagle3-export --list-targets lists what is supported"
             )
-        )
-        missing = [f"model.layers.{at}.self_attn" for at in without][:1]
+    parts = (
+        ("model.layers", layers),
+        ("model.embed_tokens", _embedding(decoder)),
+        ("lm_head", getattr(model, "lm_head", None)),
+    )
+    missing = [name for name, part in parts if part is None]
+    if not missing:
+        by_layer = enumerate(zip(layers, kinds, strict=False))
+        missing = [f"model.layers.{at}.self_attn" for at, each in by_layer if _lacks_attention(*each)]
     if missing:
         raise ValueError(
             f"transformers' {kind} has no {missing[0]}, which every target has: eagle3-export --list-targets lists "
             "what is supported"
         )
+
+
+def _lacks_attention(layer: nn.Module, kind: str) -> bool:
+    """Return True if a layer of ``kind`` has no attention that is known. Mllama's layers that attend only to an image
+    are skipped for text, so they need none."""
+    attn = attention_of(layer)
+    needs = kind == HYBRID or not (mixer_with_state(layer) or kind in WITHOUT_PAST or hasattr(layer, "cross_attn"))
+    return isinstance(attn, nn.ModuleList) or (attn is None and needs)
 
 
 def text_name(name: str) -> str:

@@ -30,9 +30,10 @@ class Experts(nn.Module):
     Args:
         stacked: a module of transformers with ``gate_up_proj`` [experts, 2 * width, hidden], ``down_proj``
             [experts, hidden, width], and possibly ``gate_up_proj_bias`` [experts, 2 * width] and ``down_proj_bias``
-            [experts, hidden]; these are deleted from it
+            [experts, hidden]; these are deleted from it. Experts without a gate have ``up_proj`` [experts, width,
+            hidden] in place of ``gate_up_proj``, and ``gate_up`` then has those rows.
         transposed: the last two dimensions of its weights are swapped
-        gate: the gated activation, [..., 2 * width] -> [..., width]
+        gate: the gated activation, [..., 2 * width] -> [..., width], or the activation where there is no gate
         weighs_inputs: a row is multiplied by its routing weight before the expert, not after it
     """
 
@@ -40,8 +41,10 @@ class Experts(nn.Module):
         super().__init__()
         self.count, *shape = stacked.get_parameter("down_proj").shape
         hidden, self.width = reversed(shape) if transposed else shape
-        bias = hasattr(stacked, "gate_up_proj_bias")
-        self.gate_up = nn.Linear(hidden, self.count * 2 * self.width, bias=bias)
+        self.has_gate = hasattr(stacked, "gate_up_proj")
+        self.first = "gate_up_proj" if self.has_gate else "up_proj"
+        bias = hasattr(stacked, f"{self.first}_bias")
+        self.gate_up = nn.Linear(hidden, self.count * (1 + self.has_gate) * self.width, bias=bias)
         self.down = nn.Linear(self.count * self.width, hidden, bias=False)
         if bias:
             self.down_bias = nn.Parameter(torch.empty(self.count, hidden))
@@ -58,10 +61,10 @@ class Experts(nn.Module):
         def down(stacked: Tensor) -> Tensor:
             return (stacked.permute(2, 0, 1) if self.transposed else stacked.transpose(0, 1)).flatten(1)
 
-        yield "gate_up_proj", "gate_up.weight", gate_up
+        yield self.first, "gate_up.weight", gate_up
         yield "down_proj", "down.weight", down
         if self.gate_up.bias is not None:
-            yield "gate_up_proj_bias", "gate_up.bias", torch.flatten
+            yield f"{self.first}_bias", "gate_up.bias", torch.flatten
             yield "down_proj_bias", "down_bias", lambda bias: bias
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -135,9 +138,10 @@ def _experts_for(module: nn.Module) -> Experts | None:
     name = type(module).__name__
     if not hasattr(stacked, "has_gate"):  # only the decorator tells the layout of the weights
         raise ValueError(f"its experts ({name}) do not say how their weights lie: not supported")
-    if not stacked.has_gate or stacked.has_post_expert_norm:
-        raise ValueError(f"its experts ({name}) have no gate, or a norm of their own: not supported")
-    return Experts(stacked, stacked.is_transposed, stacked._apply_gate, weighs_inputs=False)
+    if stacked.has_post_expert_norm:
+        raise ValueError(f"its experts ({name}) have a norm of their own: not supported")
+    gate = stacked._apply_gate if stacked.has_gate else stacked.act_fn
+    return Experts(stacked, stacked.is_transposed, gate, weighs_inputs=False)
 
 
 def _llama4_gate(experts: Llama4TextExperts, gate_up: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from eagle3.targets.gated_delta import GatedDeltaState
-from eagle3.targets.recurrent import RecurrentRows
-from eagle3.targets.short_conv import ShortConvState, mixer_with_state
+from eagle3.targets.recurrent import RecurrentRows, RecurrentState
+from eagle3.targets.short_conv import ShortConvState
+from eagle3.targets.state_mixers import mixer_with_state
 
 
 class Past:
@@ -38,15 +38,15 @@ class Past:
         rows = self._input_pos if isinstance(state, ShortConvState) else self._rows_of_states()
         return state.with_earlier(mixed, rows)
 
-    def get_recurrent_state(self, layer: int, **_given: object) -> tuple[GatedDeltaState, RecurrentRows]:
-        """Return the arguments for the function that stands in for transformers' rule."""
+    def get_recurrent_state(self, layer: int, **_given: object) -> tuple[RecurrentState, RecurrentRows]:
+        """Return the arguments for the function that replaces transformers' own."""
         return self._state(layer), self._rows_of_states()
 
     def update_recurrent_state(self, *_given: object, **_kwargs: object) -> None:
         """Do nothing, since the state already holds the rows."""
 
     def _state(self, layer: int) -> Any:  # noqa: ANN401 - of either kind
-        return mixer_with_state(self._decoder[layer]).kept_state  # type: ignore[union-attr]
+        return mixer_with_state(self._decoder[layer]).kept_state
 
     def _rows_of_states(self) -> RecurrentRows:
         assert self._rows is not None  # a target with recurrent layers makes them

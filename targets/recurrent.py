@@ -13,6 +13,7 @@ continues from there.
 A position before the committed one, other than the saved one, cannot be computed: its states are NaN.
 """
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -139,3 +140,133 @@ class RecurrentPositions(nn.Module):
         self.committed.copy_(torch.where(valid, end, self.committed))
         self.saved.copy_(torch.where(valid, end, self.saved))
         return valid
+
+
+Given = tuple[Tensor, ...]
+"""The inputs of T rows, in float32: queries and keys [key heads, T, key size], values [value heads, T, value size], log
+decays [value heads, T], and what else a rule reads [value heads, T]."""
+
+
+class StateSizes(NamedTuple):
+    """The sizes of a recurrent layer's state and of the convolution before it."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    channels: int
+    taps: int
+
+
+class RecurrentState(nn.Module, ABC):
+    """The state of one layer, in float32, and the changes that later tokens made to it. A subclass has the rule.
+
+    ``state`` and ``saved`` are [value heads, key size, value size].
+    """
+
+    state: Tensor
+    saved: Tensor
+    saved_conv: Tensor
+
+    def __init__(self, sizes: StateSizes):
+        super().__init__()
+        self.key_heads, self.value_heads = sizes.key_heads, sizes.value_heads
+        self.earlier = sizes.taps - 1
+        shape = sizes.value_heads, sizes.key_size, sizes.value_size
+        self.register_buffer("state", torch.zeros(shape), persistent=False)
+        self.register_buffer("saved", torch.zeros(shape), persistent=False)
+        self.register_buffer("saved_conv", torch.zeros(self.earlier, sizes.channels), persistent=False)
+        self.conv = Ring(ROLLBACK_ROWS + self.earlier, sizes.channels)
+        # Key, update and log decay of a token are stored in one row, which is written at once.
+        self.parts = self.key_heads * sizes.key_size, self.value_heads * sizes.value_size, self.value_heads
+        self.changes = Ring(ROLLBACK_ROWS, sum(self.parts))
+
+    def with_earlier(self, mixed: Tensor, rows: RecurrentRows) -> Tensor:
+        """Return the earlier rows of the convolution's inputs followed by ``mixed`` [1, channels, T], and keep the new
+        ones."""
+        positions = rows.before[-self.earlier :]
+        earlier = self.conv.read(positions, positions >= 0)
+        if rows.from_saved is not None:
+            earlier = torch.where(rows.from_saved[:, None], self.saved_conv, earlier)
+        both = torch.cat((earlier.to(mixed.dtype), mixed[0].T))  # [taps - 1 + T, channels]
+        if rows.is_chunk:
+            kept = both[rows.length - ROLLBACK_ROWS :]
+            self.conv.write(rows.input_pos[-1:] + torch.arange(1 - kept.shape[0], 1), kept.float())
+            self.saved_conv.copy_(kept[: self.earlier])
+        else:  # the earlier rows are written again, so that the write depends on the read
+            self.conv.write(torch.cat((positions, rows.input_pos)), both.float())
+        return both.T.unsqueeze(0)
+
+    def forward(self, given: Given, rows: RecurrentRows) -> Tensor:
+        """Run the rows of a forward. Returns outputs [value heads, T, value size]."""
+        state = self.state
+        if rows.from_saved is not None:
+            state = torch.where(rows.from_saved[:, None, None], self.saved, state)
+        earlier = self.changes.read(rows.before, rows.live)
+        state = self._at_first_row(state, earlier, rows)
+        if not rows.is_chunk:
+            out, update = self._window(given, state, rows.masks)
+            self._keep(rows.input_pos, given, update, earlier)
+            self.state.copy_(state)
+            return out
+        bulk = rows.length - ROLLBACK_ROWS
+        out, state = self._bulk(tuple(each[:, :bulk] for each in given), state)
+        last = tuple(each[:, bulk:] for each in given)
+        tail, update = self._window(last, state, rows.masks)
+        self._keep(rows.input_pos[-1:] + torch.arange(1 - ROLLBACK_ROWS, 1), last, update, earlier)
+        self.state.copy_(state)
+        self.saved.copy_(state.clone())  # the two buffers must not come from one tensor, which breaks to_edge
+        return torch.cat((out, tail), dim=1)
+
+    def _at_first_row(self, state: Tensor, earlier: Tensor, rows: RecurrentRows) -> Tensor:
+        """Return ``state`` after the live changes before the first row, which one product for each head commits."""
+        key, update, decay = earlier.split(self.parts, dim=-1)
+        key, update = (
+            each.unflatten(-1, (heads, -1)).transpose(0, 1)
+            for each, heads in ((key, self.key_heads), (update, self.value_heads))
+        )
+        state = torch.where(rows.started[:, None, None], state, torch.zeros(()))
+        return self._behind(state, key, update, decay.T)
+
+    def _behind(self, state: Tensor, key: Tensor, update: Tensor, decay: Tensor) -> Tensor:
+        """Return the state after the changes of T rows: key [key heads, T, key size], update [value heads, T, value
+        size], log decay [value heads, T]."""
+        key = self._for_values(key).transpose(1, 2)
+        return state * decay.sum(-1).exp()[:, None, None] + torch.bmm(key, update * decay_behind(decay).unsqueeze(-1))
+
+    def _keep(self, positions: Tensor, given: Given, update: Tensor, earlier: Tensor) -> None:
+        """Write the changes of T rows. ``earlier`` holds the rows that were read.
+
+        The new rows are a slice of a tensor with an earlier one in it, so that the write depends on the read: a backend
+        might otherwise write in place before it reads.
+        """
+        _, key, _, decay, *_ = given
+        changes = torch.cat((key.transpose(0, 1).flatten(1), update.transpose(0, 1).flatten(1), decay.T), dim=-1)
+        self.changes.write(positions, torch.cat((earlier[:1], changes))[1:])
+
+    def _for_values(self, heads: Tensor) -> Tensor:
+        """Repeat [key heads, ...] for the value heads that share each key head."""
+        groups = self.value_heads // self.key_heads
+        return heads if groups == 1 else heads.index_select(0, torch.arange(self.value_heads) // groups)
+
+    @abstractmethod
+    def _window(self, given: Given, state: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+        """Return outputs and updates [value heads, T, value size] of up to ``ROLLBACK_ROWS`` rows that follow
+        ``state``."""
+
+    @abstractmethod
+    def _bulk(self, given: Given, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs [value heads, T, value size] of committed rows, and the state after them."""
+
+
+def decay_behind(decay: Tensor) -> Tensor:
+    """Return the factors [..., T] by which the change of each row decays until the last row, from the logarithms
+    ``decay`` [..., T]."""
+    return (decay.flip(-1).cumsum(-1).flip(-1) - decay).exp()
+
+
+def decay_between(decay: Tensor, lower: Tensor) -> Tensor:
+    """Return the factors [..., T, T] by which a change decays from the row of its column to the row of its line, from
+    the logarithms ``decay`` [..., T]; zeros above the diagonal. ``lower`` [T, T] is 1 on and below it."""
+    until = decay.cumsum(-1)
+    return ((until[..., :, None] - until[..., None, :]) * lower).exp() * lower

@@ -9,25 +9,13 @@ So the state is a ring of z by position, as the KV cache of a sliding window is 
 replaces the rejected row, and there is nothing to roll back.
 """
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from eagle3.targets.gated_delta import CONVOLUTION, is_gated_delta
 from eagle3.targets.recurrent import Ring
-
-
-def is_short_conv(layer: nn.Module) -> bool:
-    """Return whether a decoder layer of transformers mixes tokens by a short convolution alone."""
-    mixer = getattr(layer, "conv", None)
-    return hasattr(mixer, "conv_kernel_size") and hasattr(sys.modules[type(mixer).__module__], CONVOLUTION)
-
-
-def mixer_with_state(layer: Any) -> nn.Module | None:  # noqa: ANN401 - a class of transformers
-    """Return the submodule of a decoder layer that keeps a state in place of keys and values, None without one."""
-    return layer.linear_attn if is_gated_delta(layer) else layer.conv if is_short_conv(layer) else None
 
 
 class ShortConvState(nn.Module):
@@ -49,3 +37,21 @@ class ShortConvState(nn.Module):
         # The rows to write are a slice of the result: a backend might otherwise write in place before it reads.
         self.conv.write(input_pos, both[self.earlier :].float())
         return both.T.unsqueeze(0)
+
+
+def causal_convolution(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_given: object
+) -> Tensor:
+    """Replaces transformers' causal convolution of [1, channels, T] by ``weight`` [channels, taps] with products of
+    shifted rows, since a grouped convolution of a few taps is slow on the CPU. Raises ValueError for an activation
+    other than silu."""
+    if activation not in (None, "silu"):
+        raise ValueError(f"its convolution is followed by {activation}, ours by silu")
+    taps, rows = weight.shape[-1], hidden_states[0].T  # [T, channels]
+    padded = F.pad(rows, (0, 0, taps - 1, 0))
+    length = rows.shape[0]
+    out = padded[:length] * weight[:, 0]
+    for tap in range(1, taps):
+        out = out + padded[tap : tap + length] * weight[:, tap]
+    out = out if bias is None else out + bias
+    return (F.silu(out) if activation else out).T.unsqueeze(0)

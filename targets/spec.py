@@ -188,8 +188,10 @@ class Window(NamedTuple):
     chunked: bool = False
 
 
-RECURRENT = "linear_attention"
-"""The kind of layers with a recurrent state (``recurrent.py``)."""
+RECURRENT, HYBRID = "linear_attention", "hybrid"
+"""The kinds of layers with a recurrent state (``recurrent.py``): without attention, and beside attention."""
+WITHOUT_PAST = ("mlp", "moe")
+"""The kinds of layers that read no other position."""
 CONVOLUTION = "conv"
 """The kind of layers with a short convolution (``short_conv.py``)."""
 CONVOLUTION_WINDOW = 512
@@ -201,7 +203,9 @@ _WINDOW_FIELDS = {
     "sliding_attention": "sliding_window",
     "chunked_attention": CHUNK,
     RECURRENT: None,
+    HYBRID: None,
     CONVOLUTION: None,
+    **dict.fromkeys(WITHOUT_PAST),
 }
 
 
@@ -240,7 +244,7 @@ def _window(config: "PreTrainedConfig", kind: str) -> Window:
 
 def is_recurrent(config: "PreTrainedConfig") -> bool:
     """Return True if a transformers text configuration has recurrent layers."""
-    return RECURRENT in (getattr(config, "layer_types", None) or ())
+    return not {RECURRENT, HYBRID}.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def has_convolutions(config: "PreTrainedConfig") -> bool:

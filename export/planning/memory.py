@@ -11,15 +11,14 @@ from eagle3.export.draft.common.description import DraftDescription
 from eagle3.runner.hardware.gpus import CONTEXT_BYTES
 from eagle3.targets import TargetSpec
 from eagle3.targets.attention import KVCacheShape, ring_window, with_int8_caches
-from eagle3.targets.gated_delta import GatedDeltaState
-from eagle3.targets.recurrent import RecurrentPositions
+from eagle3.targets.recurrent import RecurrentPositions, RecurrentState
 from eagle3.targets.short_conv import ShortConvState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 GIB = 1 << 30
-KEEPING = (GatedDeltaState, RecurrentPositions, ShortConvState)
+KEEPING = (RecurrentPositions, RecurrentState, ShortConvState)
 """The modules that hold the states of layers without a KV cache."""
 
 

@@ -17,9 +17,12 @@ from eagle3.targets.text_part import fields_of
 
 LAYER_INDICES = (
     *("moe_layers", "mlp_only_layers", "full_attn_idxs", "hybrid_layer_ids", "ple_layer_ids", "cross_attention_layers"),
+    "attn_layer_indices",
 )
 """Fields that list indices of layers. Any other list with as many entries as the model has layers has one entry per
 layer."""
+FACTORS = ("ssm_multipliers", "mlp_multipliers", "time_step_limit", "mtp_layers_block_type")
+"""Lists that do not have an entry for each layer, whatever their length."""
 LONG = 8
 """If the prefix would be longer than this, only the first layer of each kind is tried."""
 KEEPS = "store_full_length_kv"
@@ -99,7 +102,7 @@ def _take(fields: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
     for name, value in fewer.items():
         if isinstance(value, list) and name in LAYER_INDICES:
             fewer[name] = [layers.index(index) for index in value if index in layers]
-        elif isinstance(value, list) and len(value) >= count:
+        elif isinstance(value, list) and len(value) >= count and name not in FACTORS:
             fewer[name] = [value[index] for index in layers]
     if fewer.get("per_layer_config"):
         overrides = {int(index): override for index, override in fewer["per_layer_config"].items()}
@@ -115,7 +118,7 @@ def _traits(config: PreTrainedConfig) -> list[dict[str, Any]]:
     lists = {
         name: value
         for name, value in fields_of(config).items()
-        if isinstance(value, list) and len(value) >= count and name not in LAYER_INDICES
+        if isinstance(value, list) and len(value) >= count and name not in (*LAYER_INDICES, *FACTORS)
     }
     with no_init_weights(), torch.device("meta"):
         model = build_model(config)

@@ -27,7 +27,11 @@ SIZES = {
         "kv_lora_rank": 40,
         "hidden_size_per_layer_input": 32,
         "shared_expert_intermediate_size": 128,
+        "moe_shared_expert_intermediate_size": 128,
+        "moe_latent_size": 48,
     },
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size"), 24),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 32),
 }
 """Sizes that depend on no other size, and the largest value of each in a small copy."""
 HEAD_COUNTS = {
@@ -41,9 +45,16 @@ HEAD_COUNTS = {
     "indexer": (("index_n_heads", "index_n_heads"),),
 }
 """Pairs of field names: the number of query heads, and the number of key heads that they share."""
+MAMBA = (
+    ("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_expand", "mamba_d_ssm"),
+    ("mamba_num_heads", "n_groups", "mamba_head_dim", None, None),
+)
+"""The names of Mamba 2's heads, groups of heads, head size, ratio of the heads' width to hidden_size (None where the
+width is free) and width of all heads, where it is a field."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 EXPERT_GROUPS = ("n_group", "num_expert_group")
+LAYERS = "num_hidden_layers"
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -61,6 +72,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     fields["dtype"] = "float32"
     cut_lengths(fields)
     _cut_heads(fields)
+    _cut_mamba(fields)
     _cut_experts(fields)
     for _, part in parts(fields):
         part |= {name: _at_most(part[name], largest) for name, largest in SIZES.items() if name in part}
@@ -71,7 +83,10 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 def common_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields under the names that most classes have, such as ``hidden_size`` for ``n_embd``."""
     common = {own: name for name, own in config.attribute_map.items()}
-    return {common.get(own, own): value for own, value in fields_of(config).items()}
+    fields = {common.get(own, own): value for own, value in fields_of(config).items()}
+    if isinstance(getattr(type(config), LAYERS, None), property):  # Nemotron-H counts the entries of a list
+        fields[LAYERS] = config.num_hidden_layers
+    return fields
 
 
 def from_common_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedConfig:
@@ -84,7 +99,8 @@ def from_common_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> PreT
 def known_fields() -> set[str]:
     """Return the names of the numbers that are known to be sizes, counts or lengths."""
     heads = {name for pairs in HEAD_COUNTS.values() for pair in pairs for name in pair}
-    sizes = {"hidden_size", "head_dim", "num_hidden_layers", MAX_POSITIONS, ORIGINAL}
+    heads |= {name for names in MAMBA for name in names if name}
+    sizes = {"hidden_size", "head_dim", LAYERS, MAX_POSITIONS, ORIGINAL}
     return heads | sizes | {*SIZES, *EXPERT_COUNTS, *TOP_K, *EXPERT_GROUPS, *RUN_LENGTHS}
 
 
@@ -139,6 +155,27 @@ def _head_cuts(pairs: set[tuple[int, int]], heads: int) -> dict[tuple[int, int],
     if any(cut > count for count, cut in (*keys.items(), *queries.items())):
         return {pair: pair for pair in pairs}
     return {(q, k): (queries[q], queries[q] if k == q else keys.get(k, 1)) for q, k in pairs}
+
+
+def _cut_mamba(fields: dict[str, Any]) -> None:
+    """Cut Mamba 2's heads and groups, in place. Several groups stay several, of several heads each.
+
+    Where the width of all heads follows from hidden_size, the most heads that fit are a divisor of it.
+    """
+    for count, shared, size, ratio, width in MAMBA:
+        if not is_count(fields.get(count)) or not is_count(fields.get(size)):
+            continue
+        heads, groups, d_head = fields[count], fields[shared], fields[size]
+        few = min(groups, 2)
+        fits = [each for each in range(2 * few, heads + 1, few) if each <= 3 * few or each == heads]
+        if ratio and not fields.get(width or ""):
+            inner = fields[ratio] * fields["hidden_size"]
+            fits = [each for each in range(few, heads + 1, few) if inner % each == 0 and inner // each <= d_head]
+            d_head = inner // fits[0] if fits else d_head
+        if fits and heads % groups == 0:
+            fields |= {count: fits[0], shared: few, size: d_head}
+            if width and fields.get(width):
+                fields[width] = fits[0] * d_head
 
 
 def _cut_experts(fields: dict[str, Any]) -> None:

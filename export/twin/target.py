@@ -34,7 +34,7 @@ from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.shrink import common_fields, from_common_fields, known_fields, shrink
 from eagle3.targets import TargetSpec
 from eagle3.targets.attention import EagerAttention
-from eagle3.targets.gated_delta import token_by_token
+from eagle3.targets.state_mixers import token_by_token
 from eagle3.targets.text_part import TextPart, build
 
 if TYPE_CHECKING:

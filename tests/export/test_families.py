@@ -24,7 +24,7 @@ WITHOUT_DRAFT_CACHE = ("assistant", "mlp")
 PARALLEL = ("qwen3-4B", "dflash", *FOR_LLAMA)
 TAPS = {
     **dict.fromkeys(("llama3.1-8B", *WITHOUT_DRAFT_CACHE), "the target's final state after its norm"),
-    **dict.fromkeys(EXPERTS, "hidden_states 0, 1, 2"),
+    **dict.fromkeys((*EXPERTS, "falcon_h1"), "hidden_states 0, 1, 2"),
     **dict.fromkeys(("dflash2", "dspark"), "hidden_states 1, 3, 4"),
     "gemma4-E2B": "hidden_states 0, 3, 4",
     "mtp": "hidden_states 4 ",

@@ -25,8 +25,32 @@ YARN_ROPE = {
 }
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+FALCON_H1 = MAMBA2 | {
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 128,
+    "key_multiplier": 0.5,
+    "lm_head_multiplier": 0.7,
+    "embedding_multiplier": 2.0,
+    "mlp_multipliers": [0.8, 0.6],
+    "ssm_multipliers": [0.5, 0.9, 0.8, 1.2, 0.7],
+    "ssm_in_multiplier": 0.7,
+    "ssm_out_multiplier": 0.8,
+    "attention_in_multiplier": 1.1,
+    "attention_out_multiplier": 0.9,
+}
+"""Every multiplier of the class has a value of its own."""
 
 FAMILIES = {
+    "bamba": MAMBA2 | {"num_hidden_layers": 3, "attn_layer_indices": [1], "time_step_limit": (0.02, 0.1)},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"sliding_window": 16, "logit_scale": 0.25},
     "deepseek_v3": {
@@ -44,12 +68,22 @@ FAMILIES = {
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
     },
+    "falcon_h1": FALCON_H1,
+    "falcon_h1 with a norm": FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
     "gemma": {},
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
     "gemma3_text": {"sliding_window": 16, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING},
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
     "gpt_oss": {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ALTERNATING},
     "granite": GRANITE,
+    "granitemoehybrid": MAMBA2
+    | GRANITE
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "shared_intermediate_size": 80,
+    },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True},
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "conv_L_cache": 4},
     "lfm3": {"sliding_window": 16, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
@@ -64,6 +98,21 @@ FAMILIES = {
     "mistral": {"sliding_window": 16},
     "mistral without a window": {"sliding_window": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "nemotron_h": {
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "layers_block_type": ["mamba", "moe", "attention", "mamba", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+        "chunk_size": 32,
+        "time_step_min": 0.02,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_latent_size": 40,
+        "moe_shared_expert_intermediate_size": 48,
+    },
     "olmo2": {},
     "olmo3": {"sliding_window": 16, "layer_types": ALTERNATING},
     "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},

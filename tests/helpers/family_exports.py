@@ -53,14 +53,17 @@ DRAFTS = {
     "mtp": lambda folder, config: shutil.copytree(MTP / "qwen3", folder),
     "qwen3.5-9B": lambda folder, config: save_target(folder.parent / "target", config.model_type),
     "lfm2": lambda folder, config: save_random_draft(folder, config, taps(config)),
+    "falcon_h1": lambda folder, config: save_random_draft(folder, config, taps(config)),
 }
 """An EAGLE-3, another for a target with per-layer inputs and shared keys, an EAGLE that shares the target's embedding
 and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets with sinks and experts with biases, with chunks, rotations on
 complex numbers and experts in some of the layers; an assistant with centroids, an MLP speculator, an xPress, a Domino,
 a DFlash2, a DSpark with an rnn bias and an MTP head for ``TARGET_OF`` each; targets with recurrent layers, one for a
-DFlash and one with an MTP layer of its own; another with short convolutions."""
+DFlash and one with an MTP layer of its own; others with short convolutions, and with attention and Mamba 2 in each
+layer."""
 FOR_LLAMA = ("mlp", "xpress", "domino", "dflash2", "dspark")
-TARGET_OF = {"assistant": "gemma4-31B", **dict.fromkeys(FOR_LLAMA, "llama3.1-8B"), "mtp": "qwen3-4B", "lfm2": "auto"}
+TARGET_OF = {"assistant": "gemma4-31B", **dict.fromkeys(FOR_LLAMA, "llama3.1-8B"), "mtp": "qwen3-4B"}
+TARGET_OF |= dict.fromkeys(("lfm2", "falcon_h1"), "auto")
 TARGET_OF |= {"dflash": "qwen3.5-4B"}  # z-lab publishes DFlash heads for targets with recurrent layers
 TAPPED = {"dflash": 3, "xpress": 3, "domino": 3, "dflash2": 4, "dspark": 4, "mtp": 4}
 """Heads whose target has as many layers as they tap."""
@@ -85,6 +88,8 @@ def family_model(name: str):
         return own_model("qwen3_5_text")
     if name == "lfm2":
         return random_family(name, ["conv", "full_attention", "conv"])
+    if name == "falcon_h1":
+        return random_family(name)
     if name in TAPPED:
         return random_model(TARGET_OF[name], num_hidden_layers=TAPPED[name])
     if name == "gemma4-E2B":  # a layer of each kind, and one of each that shares its keys
@@ -98,10 +103,11 @@ def family_model(name: str):
     return random_family("olmo3", ["sliding_attention", "full_attention", "sliding_attention"])
 
 
-def random_family(family: str, kinds: list[str]):
-    """Return a transformers model of ``family`` with layers of these kinds."""
+def random_family(family: str, kinds: list[str] | None = None):
+    """Return a transformers model of ``family``, with layers of these kinds if they are given."""
     config = family_config(family)
-    config.num_hidden_layers, config.layer_types = len(kinds), kinds
+    if kinds:
+        config.num_hidden_layers, config.layer_types = len(kinds), kinds
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     randomize(model, seed=5)
     return model
@@ -120,7 +126,7 @@ def export_config(name: str, folder: Path) -> ExportConfig:
     """Return the flags of the export of ``name`` from ``folder``'s target and draft to its ``out``."""
     draft = Path("mtp") if name in OWN_LAYER else folder / "draft"
     paths = {"checkpoint": folder / "target", "draft": draft, "output_dir": folder / "out"}
-    chunk = {"auto": 12, "qwen3.5-9B": 40, "dflash": 24}.get(name, 16)
+    chunk = {"auto": 12, "dflash": 24, **dict.fromkeys(("qwen3.5-9B", "falcon_h1"), 40)}.get(name, 16)
     lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": chunk}
     outputs = {"with_forward": name in WITH_FORWARD, "logits": name not in WITHOUT_LOGITS}
     outputs["speculate"] = name in WITH_SPECULATE

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.targets.gated_delta import GatedDeltaState
-from eagle3.targets.recurrent import Ring
+from eagle3.targets.recurrent import Given, Ring
 
 
 class InPlaceRing(Ring):
@@ -23,7 +23,7 @@ class InPlaceRing(Ring):
 class SequentialState(GatedDeltaState):
     """A recurrent state that computes the committed rows one after the other, by ``llama::gated_delta_rule``."""
 
-    def _bulk(self, given: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    def _bulk(self, given: Given, state: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value, decay, beta = given
         inputs = self._for_values(query), self._for_values(key), value, decay.exp(), beta, state
         out, state = torch.ops.llama.gated_delta_rule(*(each.unsqueeze(0).contiguous() for each in inputs))

@@ -17,7 +17,7 @@ from transformers import (
     Llama4TextConfig,
     Mxfp4Config,
 )
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from eagle3.export.checkpoints import open_source
@@ -118,11 +118,11 @@ def test_the_text_model_of_a_multimodal_llama_4_is_computed_as_transformers_does
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Step3p7Experts, "do not say how their weights lie"), (NemotronHExperts, "have no gate, or a norm of their own")],
+    [(Step3p7Experts, "do not say how their weights lie"), (MuseSparkExperts, "have a norm of their own")],
 )
 def test_an_unsupported_kind_of_experts_is_named(kind, reason):
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "moe_latent_size": None, "hidden_act": "silu"}
-    sizes |= {"num_local_experts": 4, "n_routed_experts": 4, "mlp_hidden_act": "silu"}
+    sizes |= {"num_local_experts": 4, "moe_hidden_size": 64, "post_norm_eps": 1e-6}
     model = nn.ModuleDict({"experts": kind(SimpleNamespace(**sizes))})
     with pytest.raises(ValueError, match=rf"its experts \({kind.__name__}\) {reason}: not supported"):
         use_experts(model)

@@ -29,7 +29,7 @@ from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
 from eagle3.runner.rounds.loop import complete
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
-from eagle3.targets.gated_delta import token_by_token
+from eagle3.targets.state_mixers import token_by_token
 
 SHARED = "the target's embedding (a copy would take 0.0 MB), the target's lm_head"
 

@@ -42,7 +42,8 @@ def fused_linears(model: nn.Module) -> set[str]:
 def fused_activation(experts: Experts) -> str | None:
     """Return the activation with which the INT4 kernels compute these experts; None if the kernels cannot."""
     whole_groups = experts.width % GROUP == 0 and experts.gate_up.in_features % GROUP == 0
-    return activation_of(experts) if whole_groups and experts.gate_up.bias is None else None
+    fits = whole_groups and experts.has_gate and experts.gate_up.bias is None
+    return activation_of(experts) if fits else None
 
 
 def activation_of(experts: Experts) -> str | None:

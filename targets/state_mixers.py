@@ -1,0 +1,112 @@
+"""Finds what a decoder layer of transformers mixes tokens with: attention, and a mixer that keeps a state.
+
+A mixer that keeps a state calls functions of its class's module, which ours replace while a target's forward runs.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from eagle3.targets.gated_delta import GatedDeltaState, delta_rule
+from eagle3.targets.mamba2 import Mamba2State, scan, step
+from eagle3.targets.short_conv import ShortConvState, causal_convolution
+
+ROW_RULE, CHUNK_RULE = "torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"
+Functions = dict[str, Callable[..., Any]]
+CONVOLUTION: Functions = {"causal_conv1d_fn": causal_convolution}
+
+
+class Form(NamedTuple):
+    """Tells how the mixers of one kind are found and computed."""
+
+    place: str
+    """The attribute of a decoder layer that holds the mixer."""
+    attribute: str
+    """An attribute that every such mixer has, and no other module in its place."""
+    functions: Functions
+    """Our functions, by the names of those that they replace in the module of the mixer's class. All must be there."""
+    make: Callable[[Any, int, int], nn.Module]
+    """Makes the state from the mixer, the sliding window of a ring in tokens, and the context length in tokens."""
+
+    def mixer(self, layer: nn.Module) -> nn.Module | None:
+        found = getattr(layer, self.place, None)
+        fits = hasattr(found, self.attribute)
+        return found if fits and all(hasattr(_module(found), name) for name in self.functions) else None
+
+
+_DELTA: Functions = {ROW_RULE: delta_rule, CHUNK_RULE: delta_rule} | CONVOLUTION
+_MAMBA2: Functions = {"mamba2_chunk_scan": scan, "mamba2_selective_state_update": step} | CONVOLUTION
+FORMS = (
+    Form("linear_attn", "A_log", _DELTA, lambda mixer, *_: GatedDeltaState(mixer)),
+    Form("conv", "conv_kernel_size", CONVOLUTION, ShortConvState),
+    Form("mamba", "A_log", _MAMBA2, lambda mixer, *_: Mamba2State(mixer)),
+    Form("mixer", "A_log", _MAMBA2, lambda mixer, *_: Mamba2State(mixer)),
+)
+
+
+def form_of(layer: nn.Module) -> Form | None:
+    """Return the form of the mixer that keeps a state in a decoder layer, None without one."""
+    return next((form for form in FORMS if form.mixer(layer) is not None), None)
+
+
+def mixer_with_state(layer: nn.Module) -> Any:  # noqa: ANN401 - a class of transformers
+    """Return the submodule of a decoder layer that keeps a state in place of keys and values, None without one."""
+    form = form_of(layer)
+    return form and form.mixer(layer)
+
+
+def attention_of(layer: nn.Module) -> Any:  # noqa: ANN401 - a class of transformers
+    """Return the attention of a decoder layer to text, None if it has none."""
+    mixer = getattr(layer, "mixer", None)
+    found = getattr(layer, "self_attn", mixer if hasattr(mixer, "k_proj") else None)
+    return None if found is mixer_with_state(layer) else found
+
+
+def give_state(layer: nn.Module, window: int, max_seq_len: int) -> None:
+    """Give the layer's mixer its state, as ``kept_state``, if it keeps one. ``window`` and ``max_seq_len`` are in
+    tokens."""
+    form = form_of(layer)
+    if form is not None:
+        mixer: Any = form.mixer(layer)
+        mixer.kept_state = form.make(mixer, window, max_seq_len)
+
+
+@contextmanager
+def use_states(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Replace the functions that transformers' layers call, in the modules of their classes."""
+    forms = [(form, form.mixer(layer)) for layer in layers if (form := form_of(layer)) is not None]
+    ours = {(_module(mixer), name): other for form, mixer in forms for name, other in form.functions.items()}
+    with _replaced(ours):
+        yield
+
+
+@contextmanager
+def token_by_token(model: nn.Module) -> Iterator[None]:
+    """Make transformers' own layers of the gated delta rule in ``model`` compute all rows by their rule for single
+    rows.
+
+    Their rule for chunks gives states that differ from it by 1e-4 of their standard deviation in float32.
+    """
+    mixers = [mixer for layer in model.modules() if (mixer := FORMS[0].mixer(layer)) is not None]
+    with _replaced({(_module(mixer), CHUNK_RULE): getattr(_module(mixer), ROW_RULE) for mixer in mixers}):
+        yield
+
+
+def _module(mixer: nn.Module | None) -> ModuleType:
+    return sys.modules[type(mixer).__module__]
+
+
+@contextmanager
+def _replaced(parts: dict[tuple[ModuleType, str], Any]) -> Iterator[None]:
+    kept = {(module, name): getattr(module, name) for module, name in parts}
+    try:
+        for (module, name), other in parts.items():
+            setattr(module, name, other)
+        yield
+    finally:
+        for (module, name), original in kept.items():
+            setattr(module, name, original)
