@@ -17,7 +17,7 @@ from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
 from eagle3.targets.attention import EagerAttention
-from eagle3.targets.gated_delta import token_by_token
+from eagle3.targets.state_mixers import token_by_token
 
 SIZE = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 64}
 SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None}

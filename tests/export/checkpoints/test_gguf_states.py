@@ -18,9 +18,9 @@ from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
 from eagle3.targets.attention import EagerAttention
-from eagle3.targets.gated_delta import token_by_token
 from eagle3.targets.input_order import INPUT_ORDER
 from eagle3.targets.loading import is_plain
+from eagle3.targets.state_mixers import token_by_token
 
 CASES = {"qwen35": Qwen3_5ForCausalLM, "lfm2": Lfm2ForCausalLM}
 SIZE = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64}
