@@ -45,8 +45,8 @@ class Awq(Format):
         rows, group = 8 * words, columns if self.group == -1 else self.group
         if columns % group or columns % 8:
             raise ValueError(
-                f"{linear}.{QWEIGHT} is {columns} x {words}, which quantization_config divides into groups of {group}: "
-                "config.json and the weights are of different checkpoints"
+                f"{linear}.{QWEIGHT} is {columns} x {words}, which does not fit quantization_config with groups of "
+                f"{group}: config.json and the weights are of different checkpoints"
             )
         layout = PackedLinear(rows, columns, 4, group)
         why = f"{linear} of {rows} x {columns} in groups of {group} (quantization_config)"

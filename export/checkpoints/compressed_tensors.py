@@ -66,8 +66,8 @@ class CompressedTensors(Format):
         group = columns if scheme.group == -1 else scheme.group
         if min(rows, columns) < 1 or columns % group or columns % (32 // scheme.bits):
             raise ValueError(
-                f"{linear}.{SHAPE} says {rows} x {columns}, which quantization_config divides into groups of {group}: "
-                "config.json and the weights are of different checkpoints"
+                f"{linear}.{SHAPE} says {rows} x {columns}, which does not fit quantization_config with groups of "
+                f"{group}: config.json and the weights are of different checkpoints"
             )
         layout = PackedLinear(rows, columns, scheme.bits, group, scheme.symmetric)
         why = f"{linear}.{SHAPE} {rows} x {columns} with {scheme.bits} bits in groups of {group} (quantization_config)"

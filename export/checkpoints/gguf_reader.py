@@ -49,7 +49,7 @@ def open_gguf(file: Path) -> GGUFReader:
     with file.open("rb") as opened:
         head = opened.read(8)
     if head[:4] != b"GGUF":
-        raise ValueError(f"{file} ({size} bytes) is no GGUF file, which begins with GGUF: copy or download it again")
+        raise ValueError(f"{file} ({size} bytes) does not begin with GGUF, so it is no GGUF file: download it again")
     if head[4:6] == b"\0\0":  # the low bytes of the version, a small number
         raise ValueError(f"{file} is of the other byte order (big-endian): name the file for this kind of machine")
     try:

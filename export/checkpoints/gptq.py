@@ -56,7 +56,7 @@ class Gptq(Format):
             bits, group = words * 32 // max(1, columns), columns // groups
         if bits not in BITS or not group or columns % group or columns % (32 // bits):
             raise ValueError(
-                f"{linear} has {columns} inputs of {bits} bits, which quantization_config divides into groups of "
+                f"{linear} has {columns} inputs of {bits} bits, which do not fit quantization_config with groups of "
                 f"{group}: config.json and the weights are of different checkpoints"
             )
         layout = PackedLinear(rows, columns, bits, group)

@@ -139,7 +139,7 @@ def why_not(folder: Path) -> str | None:
     takes = COPIES * sum(path.stat().st_size for path in folder.iterdir())
     free = free_memory()
     if free is not None and takes > free:
-        return f"it would take about {takes / 1e9:.1f} GB beside the export, {free / 1e9:.1f} GB are free"
+        return f"it would take about {takes / 1e9:.1f} GB beside the export, but only {free / 1e9:.1f} GB are free"
     return None
 
 

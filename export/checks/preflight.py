@@ -1,4 +1,4 @@
-"""Checks a plan before weights load: the backend's needs, the memory, and the twins of target and head."""
+"""Checks a plan before weights load: the backend's needs, the memory, and the twin check of target and head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

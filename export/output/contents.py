@@ -91,7 +91,7 @@ def program_digest(model: Path) -> dict[str, Any]:
     """Return ``{"program": {"bytes", "sha256"}}`` for the program at the beginning of a ``.pte``, up to its first
     segment.
 
-    A runner can check this part at once, whatever the file's size. A file without ExecuTorch's extended header gives an
+    A runner can check this part at once, for a file of any size. A file without ExecuTorch's extended header gives an
     empty dictionary.
     """
     from executorch.exir._serialize._program import _ExtendedHeader, _get_extended_header

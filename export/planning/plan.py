@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from eagle3.targets.attention import KVCacheShape
 
 LARGE = 100_000_000
-"""The number of weights above which the time of a step is the time of reading the weights."""
+"""The number of weights above which reading them takes most of the time of a step."""
 
 
 @dataclass(frozen=True)

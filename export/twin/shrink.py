@@ -135,7 +135,7 @@ def _cut_heads(fields: dict[str, Any]) -> None:
         # From 256 on even a few heads are wide, and every class with such heads takes their size from head_dim.
         follows = heads * head_dim == width and not (fields.get("head_dim") and head_dim >= 256)
         apart = min(width, WIDTH - 16 * (left == WIDTH))
-        # Llama's class takes no width that its heads do not divide, whatever its head_dim is.
+        # Llama's class requires a width that its number of heads divides, for any head_dim.
         apart -= apart % (2 * fields["num_attention_heads"])
         fields["hidden_size"] = min(width, left if follows or not apart else apart)
 

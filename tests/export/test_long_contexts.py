@@ -31,7 +31,7 @@ NEW_TOKENS = 30
 REGRET = 0.05
 """Nats by which a token that is chosen over caches in 8 bits may be less likely than the likeliest."""
 SHARPER = 8.0
-"""Factor of the queries: with random ones a row attends to all of a long text alike, whatever is in it."""
+"""Factor of the queries: with random queries a row would attend equally to all tokens of a long text."""
 HEADS = {
     "draft window": ("full", {"draft_window": WINDOW}),
     "window head": ("sliding", {}),

@@ -17,7 +17,7 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import Plan, make_plan
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
-"""Widths that are multiples of 256, as CUDA's INT4 wants them."""
+"""Widths that are multiples of 256, as CUDA's INT4 kernels require."""
 
 
 def words(values: Tensor, bits: int) -> Tensor:

@@ -103,8 +103,8 @@ def compiled(name: str, arch: int = 90) -> bytes:
 
 
 class SmallKernels:
-    """The kernels above on a device, launched as a library would. ``arch`` is the architecture for which they are
-    compiled."""
+    """Launches the kernels of this module on a device as a library does. ``arch`` is the architecture for which they
+    are compiled."""
 
     def __init__(self, device: StandIn, names: Sequence[str] = tuple(SIGNATURES), arch: int = 90):
         self.device, folder = device, Path(tempfile.mkdtemp(prefix="small-kernels-"))

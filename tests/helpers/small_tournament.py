@@ -1,4 +1,4 @@
-"""The linears of a small kernel tournament, named like those of Gemma 4 31B."""
+"""Lists the linears of a small kernel tournament, with names like those of Gemma 4 31B."""
 
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH
 

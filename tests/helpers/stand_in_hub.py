@@ -42,7 +42,7 @@ class StandInHub:
     cut: dict[str, int] = field(default_factory=dict)
     """File to how many bytes of it are sent before the connection is cut, once."""
     told_sizes: dict[str, int] = field(default_factory=dict)
-    """File to the size that every answer tells."""
+    """Maps a file to the size that every response reports for it."""
     listed_sizes: dict[str, int] = field(default_factory=dict)
     """File to the size that lists of files tell."""
     down: bool = False

@@ -197,7 +197,7 @@ class Kernels:
             begin, size, _ = self.device.allocation(address)
             if np.frombuffer(self.device.shown(begin, size), np.uint8).any():
                 place = self.device.place(begin)
-                raise Wrong(FAILED, f"counters that argument ARRIVED leads to are not zero behind it: {place}")
+                raise Wrong(FAILED, f"the counters in argument ARRIVED are not zero after the launch: {place}")
 
     def named(self, address: int) -> str:
         """Return a description of an address: the nearest argument, and the allocation."""

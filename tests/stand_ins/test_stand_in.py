@@ -19,7 +19,7 @@ FAULTS = {
     "int32_offset_at_131072_slots": "int32 overflow detected for operation mul",
     "misaligned_element": r"misaligned address \(two_apart: reads 4 bytes .*byte 2 of argument X",
     "misaligned_vector": r"misaligned address \(add_one: argument X .*compiled for multiples of 16",
-    "counter_not_set_back": "arrive_and_leave: counters that argument ARRIVED leads to are not zero behind it",
+    "counter_not_set_back": "arrive_and_leave: the counters in argument ARRIVED are not zero after the launch",
     "freed_twice": "cudaFree of 0x.*, which is free",
     "copied_beyond_the_end": "cudaMemcpy of 65 bytes at byte 0 of 64",
     "copied_in_the_wrong_direction": "said to be device to host is host to device",

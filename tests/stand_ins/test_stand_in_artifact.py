@@ -12,7 +12,7 @@ from places import HELPERS
 
 FAULTS = {
     "stale_slot_attended_to": "output 1 of draft_decode is not finite: it read memory that nothing wrote",
-    "counter_not_set_back": "small_m_kernel: counters that argument ARRIVED leads to are not zero behind it",
+    "counter_not_set_back": "small_m_kernel: the counters in argument ARRIVED are not zero after the launch",
     "row_beyond_the_last_is_read": "_attention_kernel: reads 8 bytes .*byte 8 of argument FIRST, byte 8 of 8",
     "constant_on_the_host": "constant '.*norm.*' is on device type 0 but expected device type 1",
     "inputs_of_a_graph_freed": "argument in_ptr0 is 0x.*: byte 0 of 32, which is free",

@@ -74,7 +74,7 @@ def inputs_of(node: Node) -> list[Node]:
 
 
 def may_share(target: object) -> bool:
-    """Return True if the result of an operator may share its input's memory."""
+    """Return True if the result of an operator may share memory with its input."""
     return isinstance(target, OpOverload) and any(each.alias_info is not None for each in target._schema.returns)
 
 

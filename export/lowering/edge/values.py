@@ -1,4 +1,4 @@
-"""Descriptions of traced values: values with the same description are interchangeable."""
+"""Describes traced values. Values with the same description are interchangeable."""
 
 from torch import SymInt
 from torch._subclasses.fake_tensor import FakeTensor

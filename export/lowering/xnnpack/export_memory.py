@@ -31,7 +31,7 @@ def held_bytes(plan: Plan) -> int:
 
 def _copies(model: nn.Module, recipe: Recipe) -> int:
     """Return the bytes that ExecuTorch takes to write the largest weight. It holds two copies, and a third one of
-    codes, with the hash of their scales appended. Before that, codes of 4 bits take a byte each."""
+    codes, with the hash of their scales appended. In memory, 4-bit codes take a byte each."""
     linears = (module for module in model.modules() if isinstance(module, nn.Linear))
     codes = 2 if recipe.group else 3
     sizes = (module.weight.numel() * (codes if recipe.covers(module) else 2 * FLOAT) for module in linears)

@@ -29,7 +29,7 @@ UNREAD = {
 
 
 def written(folder: Path, kind: str, **fields) -> Path:
-    """Write a configuration of a class with these keys in the file, whether the class knows them or not."""
+    """Write a configuration of a class with these keys in the file, even if the class has no such fields."""
     config = CONFIG_MAPPING[kind](**LONG | fields)
     config.save_pretrained(folder)
     file = folder / "config.json"

@@ -1,4 +1,4 @@
-"""The check of first proposals accepts near-ties and nothing else, whatever the scores of a kind of head."""
+"""The check of first proposals accepts near-ties and nothing else, for the scores of any kind of head."""
 
 from types import SimpleNamespace
 

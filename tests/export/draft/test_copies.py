@@ -62,7 +62,7 @@ def test_copies_of_the_targets_tables_are_left_out_without_changing_the_head(nam
 def test_a_table_that_differs_in_one_number_is_kept(pair, checkpoints):
     model, _ = checkpoints("llama3.1-8B")
     lm_head = model.get_output_embeddings().weight.data.clone()
-    lm_head[70, 3] += 1e-3  # no row of the sample
+    lm_head[70, 3] += 1e-3  # a row outside the sample
     folder, head = pair("llama3.1-8B", **{"lm_head.weight": lm_head})
     draft = plan_of("llama3.1-8B", folder, head).draft
     assert draft.copies == ("embed_tokens",) and not draft.shares_lm_head and not draft.has_embedding

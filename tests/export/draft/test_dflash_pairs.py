@@ -1,4 +1,4 @@
-"""With a DFlash head, every block of a generation equals the formulas, whatever runs the rounds."""
+"""With a DFlash head, every block of a generation equals the formulas, on every path of the loop."""
 
 import json
 from pathlib import Path

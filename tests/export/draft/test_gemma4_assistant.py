@@ -198,7 +198,8 @@ def refusal(call, *args) -> str:
 
 
 def changed(folder: Path, into: Path, keys=None, tensors=None) -> Path:
-    """A copy of a head with other keys in its text configuration, and other tensors (None to leave one out)."""
+    """Write a copy of a head with changed keys of its text configuration and changed tensors (None removes one), and
+    return its folder."""
     shutil.copytree(folder, into)
     config = json.loads((into / "config.json").read_text())
     config["text_config"] |= keys or {}

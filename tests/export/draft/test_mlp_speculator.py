@@ -69,7 +69,7 @@ def test_an_mlp_speculators_twin_equals_the_papers_formulas(case):
 
 
 def changed(case: str, into: Path, keys=None, tensors=None) -> Path:
-    """A copy of a head with other keys in its configuration, and other tensors (None to leave one out)."""
+    """Write a copy of a head with changed keys and changed tensors (None removes one), and return its folder."""
     shutil.copytree(GOLDEN / case, into)
     config = json.loads((into / "config.json").read_text()) | (keys or {})
     (into / "config.json").write_text(json.dumps(config))

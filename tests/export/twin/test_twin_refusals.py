@@ -23,7 +23,7 @@ MIMO |= {"v_head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]
 
 
 def written(folder: Path, kind: str, **fields) -> Path:
-    """Write a configuration of a class with these keys in the file, whether the class knows them or not."""
+    """Write a configuration of a class with these keys in the file, even if the class has no such fields."""
     folder.mkdir(exist_ok=True)
     CONFIG_MAPPING[kind](**LONG | fields).save_pretrained(folder)
     file = folder / "config.json"

@@ -112,7 +112,7 @@ def test_slices_of_columns_with_dynamic_rows_stay_in_a_delegate_and_slices_of_ro
     edge = to_edge_transform_and_lower(program, partitioner=[LevelPartitioner()])
     left = [str(node.target) for node in edge.exported_program().graph.nodes if node.op == "call_function"]
     assert sum("slice" in target for target in left) == 1
-    loaded = Runtime.get().load_program(edge.to_executorch().buffer)  # it keeps alive the bytes of its method
+    loaded = Runtime.get().load_program(edge.to_executorch().buffer)  # ``loaded`` holds the method's bytes
     method = loaded.load_method("forward")
     for count in (5, 2, 9, 3):
         given = torch.randn(1, count, 12)

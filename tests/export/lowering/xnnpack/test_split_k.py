@@ -120,7 +120,7 @@ def test_a_processor_with_avx512_and_a_first_level_cache_of_48_kib_splits(avx512
     assert split_k.splits() == pays
 
 
-def test_the_size_of_the_first_level_cache_is_linuxs():
+def test_the_size_of_the_first_level_cache_is_read_from_linux():
     said = Path("/sys/devices/system/cpu/cpu0/cache/index0/size")
     if said.is_file() and first_level_cache():
         assert first_level_cache() == 1024 * int(said.read_text().strip().removesuffix("K"))

@@ -37,8 +37,8 @@ def test_gelu_is_the_tanh_approximation_within_the_context_and_torchs_own_after_
 
 
 def test_an_earlier_reference_to_gelu_is_the_tanh_approximation_too():
-    """transformers' ``GELUTanh`` holds such a reference. XNNPACK would compute the exact GELU for it, which is off by
-    4.7e-4."""
+    """transformers' ``GELUTanh`` holds an earlier reference to ``F.gelu``. XNNPACK would compute the exact GELU for it,
+    which is off by 4.7e-4."""
     mlp = nn.Sequential(nn.Linear(8, 8), ACT2FN["gelu_pytorch_tanh"], nn.GELU(approximate="tanh")).requires_grad_(False)
     x = torch.randn(3, 8)
     expected = mlp(x)

@@ -14,8 +14,8 @@ training (``XPressDraftModel.forward``), where each round takes the best tokens 
 
 Tokens are the target's ids; a reduced vocabulary is mapped after every pass. If no token precedes the anchor in its
 document, training takes the anchor itself. vLLM's pull request 54448 always does so, since its drafter does not know
-earlier tokens; its passes are the same otherwise. Here the head stores the tokens of its slots. Only for the first
-token of a text, which no draft slot holds, the anchor is taken.
+earlier tokens; its passes are the same otherwise. Here the head stores the tokens of its slots. The anchor stands in
+only for the first token of a text, which no draft slot holds.
 
 Row k depends on the tokens before rows 0 to k, so each pass makes one more row final. Passes beyond the number of rows
 change nothing and are left out.
