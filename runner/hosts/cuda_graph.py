@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class ConstantEntry(ctypes.Structure):
-    """``AOTInductorConstantMapEntry``"""
+    """The layout of the C struct ``AOTInductorConstantMapEntry``."""
 
     _fields_ = [("name", ctypes.c_char_p), ("handle", ctypes.c_void_p)]
 
@@ -43,7 +43,7 @@ class SingleThreaded:
     """Calls a library without PyTorch's container around it: no event, no lock, no check of the inputs."""
 
     def __init__(self, library: ctypes.CDLL, device: torch.device, constants: Mapping[str, Tensor]):
-        """``constants`` are keyed by the library's own names; the caller keeps owning them.
+        """``constants`` are keyed by the library's own names; the caller keeps their ownership.
 
         Raises ValueError for a library that lacks one of NEEDED (made by a PyTorch before 2.13), RuntimeError if a call
         fails.
@@ -128,7 +128,7 @@ Body = Callable[[], None]
 
 
 def capture(body: Body, device: torch.device) -> CapturedGraph:
-    """Capture what ``body`` launches on ``device``. Raises RuntimeError if something cannot be captured.
+    """Capture the work that ``body`` launches on ``device``. Raises RuntimeError if some of it cannot be captured.
 
     ``torch.cuda.graph`` leaves its own stream current if beginning or ending the capture fails. Later calls would then
     run on that stream, unordered with the work on the caller's stream. Here the caller's stream is always restored, and
@@ -149,7 +149,7 @@ def capture(body: Body, device: torch.device) -> CapturedGraph:
             try:
                 body()
             except BaseException:
-                with suppress(RuntimeError):  # the capture failed; the exception that made it fail says more
+                with suppress(RuntimeError):  # the first exception says why the capture failed
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -158,7 +158,7 @@ def capture(body: Body, device: torch.device) -> CapturedGraph:
 
 def _leave_pool(device: torch.device, pool: tuple[int, int]) -> None:
     """Leave the graph's memory pool: a capture enters it first and stays in it if the capture is refused."""
-    with suppress(RuntimeError):  # the capture was refused before
+    with suppress(RuntimeError):  # the capture was refused before it entered the pool
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
 

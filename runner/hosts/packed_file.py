@@ -57,7 +57,7 @@ class _SharedCache(ctypes.Structure):
 class PackedFile:
     """The packed weights of one program for this processor and this ExecuTorch, in ``folder``.
 
-    Raises ValueError if this ExecuTorch has no such file, or if the disk has no room to write it.
+    Raises ValueError if this ExecuTorch cannot keep packed weights in a file, or if the disk has no room for the file.
     """
 
     def __init__(self, model: Path, folder: Path):
@@ -78,7 +78,8 @@ class PackedFile:
 
     @contextmanager
     def in_use(self) -> Iterator[bool]:
-        """Methods loaded within this context share packed weights (``packed_weights_shared``) that are in the file.
+        """Make the methods loaded within this context share packed weights (``packed_weights_shared``) that lie in the
+        file.
 
         A complete file is mapped and never written. Otherwise this process writes it and keeps it locked until its
         methods are gone; a process that starts meanwhile packs weights in its own memory.
@@ -124,7 +125,7 @@ def _path_set(path: Path) -> Iterator[bool]:
     if is_new:
         set_path(shared.cache, ctypes.byref(_String(bytes(path))))
     else:
-        verbose_note(f"{path} is not opened: methods loaded before have a cache of weights, which these share")
+        verbose_note(f"{path} is not opened: these methods share the weights cache of methods that were loaded before")
     try:
         yield is_new
     finally:
@@ -144,7 +145,7 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
         known = []
     if not known or not found.startswith(VERSION) or sys.platform != "linux":
         raise ValueError(
-            f"ExecuTorch {found} has no file of packed weights on {sys.platform}: leave --packed-weights out"
+            f"ExecuTorch {found} cannot keep packed weights in a file on {sys.platform}: leave --packed-weights out"
         )
     return core, xnnpack
 

@@ -6,7 +6,7 @@
 3. Libraries: each is loaded through ``torch._C._aoti``; its constants are views of those storages.
 4. Session: it runs the methods, by CUDA graphs if possible (``cuda_graph.py``).
 
-This module knows the device by its name alone; ``torch_host_checks.py`` checks what a GPU must have.
+The checks of the GPU are in ``torch_host_checks.py``.
 """
 
 import ctypes
@@ -220,7 +220,7 @@ class LoadedMethod:
                 f"the library of {self._method.name} needs {lacking[0]!r}, the table lacks it: export it again"
             )
         self._constants = {name: constants[original] for name, original in names.items() if original}
-        # Not the inactive buffer; every constant is given; this object keeps the memory.
+        # The active buffer is updated, no constant may be missing, and this object owns the memory.
         self._container.update_constant_buffer(self._constants, False, True, True)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
