@@ -3,9 +3,9 @@
     python scripts/bench/bench_llama_steps.py llama.cpp --folder steps --bits 8 --prompt 64,1000,4000
     python scripts/bench/bench_llama_steps.py llama.cpp --folder steps --bits 4 --target llama3.1-8B --layers 4
 
-``bench_llama_cpp.py --help`` says how to build it; llama-bench is one more CMake target. A decode computes one token. A
-verify window has the rows of three draft tokens. llama-bench computes ids only for the last row of a window, while an
-artifact computes them for all rows.
+``bench_llama_cpp.py --help`` says how to build llama.cpp; llama-bench is one more CMake target. A decode computes one
+token. A verify window has the rows of three draft tokens. llama-bench computes ids only for the last row of a window,
+while an artifact computes them for all rows.
 """
 
 import json

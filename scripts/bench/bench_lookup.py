@@ -1,5 +1,5 @@
-"""Measures the lookup in the text and the draft head: neither, each alone, and both, over texts that repeat themselves
-and texts that do not.
+"""Measures generation with neither prompt lookup nor the draft head, with each alone and with both, over texts that
+repeat themselves and texts that do not.
 
     python scripts/bench/bench_lookup.py out [--new-tokens 128] [--passes 5] [--json]
 
@@ -176,7 +176,7 @@ def main() -> None:
         print(json.dumps({"machine": machine(backend), "tables": tables, "differing": differing}))
         return
     print(f"{as_markdown(tables)}\n\n{machine(backend)}, load {os.getloadavg()[0]:.1f}")
-    print("\n".join(differing) or "all four say the same tokens")
+    print("\n".join(differing) or "all variants give the same tokens")
 
 
 if __name__ == "__main__":

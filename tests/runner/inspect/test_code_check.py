@@ -275,9 +275,7 @@ def test_a_record_of_another_export_is_named(copied, recorded, quickly, delegate
 
 def test_code_for_another_architecture_is_named(delegates, quickly):
     found = code_check.check_code({name: [part] for name, part in delegates.items()}, {}, "sm_80")
-    assert "a kernel has no code for sm_80, the artifact's architecture" in [
-        f["what"] for f in found["faults"]
-    ]
+    assert "a kernel has no code for sm_80, the artifact's architecture" in [f["what"] for f in found["faults"]]
 
 
 def test_blocks_that_are_too_large_are_named():
