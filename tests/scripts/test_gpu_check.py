@@ -178,7 +178,7 @@ def test_the_stages_of_gpu_check_measure_an_artifact(host_artifact, greedy, tmp_
     with pytest.raises(gpu_steps.NotRun, match="its chunks are of"):
         gpu_check.measure_prefill(facts, check, 4096)
     found = gpu_check.kernels_of_a_round(check)
-    assert found == {"of": "speculate", "all, us": 0}  # none of a GPU's
+    assert found == {"of": "speculate", "all, us": 0}  # no kernel runs on a GPU
     assert gpu_check.Check(noted(tmp_path), tmp_path, None, 4, host_artifact).artifact == host_artifact
     facts = {}
     gpu_check.run_layers(facts, check)
