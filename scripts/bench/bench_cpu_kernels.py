@@ -12,7 +12,7 @@ is measured on eight linears without the conversions to and from float32 that a 
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: XNNPACK has threads of its own
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported, since XNNPACK has threads of its own
 
 import json
 import statistics

@@ -153,7 +153,7 @@ def as_markdown(tables: Mapping[str, dict[str, dict[str, float]]]) -> str:
             ratios = []
             for key in ("ratio", "processor_ratio"):
                 better = row.get(f"{key}_to_the_better")
-                ratios.append(f"{row[key]:.2f}" + (f" ({better:.3f} of the better)" if better else ""))
+                ratios.append(f"{row[key]:.2f}" + (f" ({better:.3f} x the better)" if better else ""))
             lines.append(
                 f"| {kind} | {name} | {row['tokens_per_second']:.0f} | {' | '.join(ratios)} | "
                 f"{row['tokens_per_round']:.2f} | {row['by_lookup']:.0%} |"

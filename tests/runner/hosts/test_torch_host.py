@@ -74,7 +74,7 @@ def prompt_of(length: int) -> list[int]:
 # --- on the CPU, end to end
 
 
-# One token; shorter than min-prefill; min-prefill and one more; a chunk and one more; chunks and verify windows.
+# One token; two that are fewer than min-prefill; min-prefill; a chunk; one token more; chunks and verify windows.
 @pytest.mark.first(2)
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 64, 65, 131])
 def test_pytorch_hosted_tokens_equal_transformers_greedy_tokens(length, hosted, reference):
