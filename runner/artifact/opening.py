@@ -68,7 +68,7 @@ def open_artifact(path: Path, verify: bool = False, say: Callable[[str], None] =
 
 
 def load_artifact(model: Path, checked: bool) -> Artifact:
-    """Read the metadata of a program. Raises as ``open_artifact``."""
+    """Read the metadata of a program. Raises the errors of ``open_artifact``."""
     constants, methods = read_constants(model)
     try:
         metadata = Metadata.read(set(constants), constants.__getitem__)

@@ -18,7 +18,7 @@ QUICK_BYTES = 200_000_000
 """Bytes that are hashed at every opening, smallest files first: under a second at 250 MB/s, which is SHA-256 on a slow
 core without SHA instructions."""
 
-DIGITS = 12  # of a sha256 that messages show
+DIGITS = 12  # the number of a sha256's digits that messages show
 
 
 def silent(_line: str) -> None:

@@ -74,7 +74,7 @@ class TransformersReference:
 
         cache = DynamicCache(config=self.model.config)
         taken = inspect.signature(self.model.forward).parameters
-        name = "cache" if "cache" in taken else "past_key_values"  # transformers 5.23
+        name = "cache" if "cache" in taken else "past_key_values"  # transformers 5.23 has the second name
         self.model(torch.ones(1, position, dtype=torch.long), **{name: cache})
         tokens = torch.arange(1, rows + 1)[None]
         return lambda: self.model(tokens, **{name: copy.deepcopy(cache)})

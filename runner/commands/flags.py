@@ -51,7 +51,7 @@ chain_len_option = click.option(
 ngram_option = click.option(
     "--ngram/--no-ngram",
     default=None,
-    help="Prompt lookup proposes tokens of the text itself too, where that is faster. Default: by the artifact.",
+    help="Let prompt lookup propose tokens too, in rounds where that is faster. Default: the artifact decides.",
 )
 _TEXT_FLAGS = (
     click.option("--max-new-tokens", type=int, help=f"Default: {Options.max_new_tokens}."),

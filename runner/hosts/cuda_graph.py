@@ -72,7 +72,7 @@ class SingleThreaded:
             given = (ConstantEntry * len(handles))(*entries), _size(len(handles))
             self._call("UpdateUserManagedConstantBufferPairs", self._container, *given, inactive, whole)
         finally:
-            _tensors(handles)  # frees them: the container makes handles of its own
+            _tensors(handles)  # frees the handles, since the container makes its own
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run on the current stream. Inputs and outputs are in the library's order."""
@@ -205,7 +205,7 @@ class Graphed:
                 self._inputs = [value.clone() for value in inputs]
                 self._graph = self._capture(self._body, self._inputs[0].device)
             except (RuntimeError, ValueError) as error:
-                log.warning("no CUDA graph of %s, it runs without: %s", self._name, " ".join(str(error).split()))
+                log.warning("no CUDA graph of %s, which runs without one: %s", self._name, " ".join(str(error).split()))
                 self.close()
         return self._plain(inputs) if self._graph is None else self._replay(self._graph, inputs)
 

@@ -101,7 +101,7 @@ def is_whole(path: Path) -> bool:
         with path.open("rb") as file:
             file.seek(-_FOOTER.size, os.SEEK_END)
             return _FOOTER.unpack(file.read())[2:] == _WHOLE
-    except OSError:  # also if the file is shorter than its end record
+    except OSError:  # also raised for a file shorter than ``_FOOTER``
         return False
 
 
@@ -118,7 +118,7 @@ def _path_set(path: Path) -> Iterator[bool]:
     get_cache.argtypes, get_cache.restype = (ctypes.c_void_p, ctypes.POINTER(_String)), _SharedCache
     set_path.argtypes, set_path.restype = (ctypes.c_void_p, ctypes.POINTER(_String)), None
     release.argtypes, release.restype = (ctypes.c_void_p,), None
-    options = get_backend(BACKEND) + _POINTER  # after the pointer to the table of virtual functions
+    options = get_backend(BACKEND) + _POINTER  # they follow the pointer to the table of virtual functions
     shared = get_cache(options, ctypes.byref(_String(b"")))
     assert shared.has_value, "ExecuTorch has no cache of weights"
     is_new = ctypes.c_int.from_address(shared.control + _POINTER).value == 1  # this pointer is the only owner

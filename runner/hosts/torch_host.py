@@ -227,7 +227,7 @@ class LoadedMethod:
         return self._wired(self._container.run, inputs)
 
     def capturable(self) -> tuple[Run, Callable[[], None]]:
-        """Return the method in a form that a CUDA graph can capture, and a function that frees it. Raises as
+        """Return the method in a form that a CUDA graph can capture, and a function that frees it. Raises the errors of
         ``SingleThreaded``."""
         single = SingleThreaded(self._library, self._device, self._constants)
         return lambda inputs: self._wired(single, inputs), single.close

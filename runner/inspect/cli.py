@@ -141,7 +141,7 @@ def files(model: Path, comparison: Comparison) -> list[dict[str, Any]]:
     return [{"name": name, "bytes": size, "matches_record": matches} for name, (size, matches) in sorted(found.items())]
 
 
-# For people
+# Tables for people
 
 
 def show(found: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Reads the contents of an artifact's ``.pte`` as plain values for ``eagle3-inspect``, one section per function.
 
-The structure comes from the program at the head of the file (ExecuTorch's own schema and reader). The weights behind it
+The structure comes from the program at the head of the file (ExecuTorch's own schema and reader). The weights after it
 are not read, so reading a file of 20 GB takes no longer than reading its program. Lengths are in rows (tokens).
 """
 

@@ -77,7 +77,7 @@ class Constraint:
 
 
 class Grammars:
-    """The grammars of one tokenizer. Any thread may compile."""
+    """The grammars of one tokenizer. Any thread may call ``compile``."""
 
     def __init__(self, tokenizer_file: Path, metadata: Metadata):
         """Raises ValueError with one line if llguidance is not installed, the artifact has no logits or no end tokens,
@@ -121,7 +121,8 @@ class Grammars:
         return self._constraint(matcher, asked)
 
     def kept(self, asked: Mapping[str, Any]) -> Constraint | None:
-        """Return the constraint if it is already compiled, otherwise None. Raises as ``check_constraint``."""
+        """Return the constraint if it is already compiled, otherwise None. Raises the errors of
+        ``check_constraint``."""
         check_constraint(asked)
         with self._lock:
             if (key := _key(asked)) not in self._compiled:

@@ -40,7 +40,8 @@ def serve(
     hosts: Collection[str] = ("localhost",),
     **loading: Any,
 ) -> None:
-    """Load and serve until SIGTERM or SIGINT; running requests then have ``grace`` seconds. Raises as ``opened``."""
+    """Load and serve until SIGTERM or SIGINT; running requests then have ``grace`` seconds. Raises the errors of
+    ``opened``."""
     opening = opened(artifact, model_id, parallel, max_queue, defaults, tool_parser, chain_len, ngram, **loading)
     with opening as service:
         host, port = listening.getsockname()[:2]

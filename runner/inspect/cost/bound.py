@@ -59,7 +59,9 @@ def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...], context: in
             f"--context {context}: the artifact holds {metadata.max_seq_len} tokens: type as many or fewer"
         )
     if context and not any(entry.get("cache") for method in launches.values() for entry in method["launches"]):
-        raise ValueError(f"{model}: its export.json has no bytes that attention reads of the caches: export it again")
+        raise ValueError(
+            f"{model}: its export.json lacks the bytes of the caches that attention reads: export it again"
+        )
     steps = math.ceil(metadata.chain_len / metadata.proposals)
     return cost(launches, cuda_kernels(model), gpus, steps, Context(context, metadata.max_seq_len))
 

@@ -139,7 +139,7 @@ class _Kernel:
     def value(self, name: str) -> Values:
         """Return the value of a register or an operand. Raises Unknown."""
         if name not in self.known:
-            self.known[name] = None  # remains if the value is unknown or depends on itself
+            self.known[name] = None  # stays None if the value is unknown or depends on itself
             self.known[name] = self._worked_out(name)
         found = self.known[name]
         if found is None:

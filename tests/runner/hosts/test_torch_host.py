@@ -41,7 +41,8 @@ PROMPT = "5,6,7,8,9,10,11,12,13,14,15"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Use one thread, because a second one mostly spins in small multiplications, on a busy machine for very long."""
+    """Use one thread, because a second one mostly waits during small multiplications, which takes long on a busy
+    machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -362,7 +363,7 @@ def test_a_method_that_cannot_be_captured_runs_without_a_graph_and_is_logged_onc
     expected = complete(hosted, prompt_of(20), max_new_tokens=40).token_ids
     with caplog.at_level(logging.WARNING):  # commands disable it unless --verbose is given
         assert complete(graphed, prompt_of(20), max_new_tokens=40).token_ids == expected
-    said = "no CUDA graph of speculate, it runs without: operation not permitted when stream is capturing"
+    said = "no CUDA graph of speculate, which runs without one: operation not permitted when stream is capturing"
     assert caplog.messages == [said]
 
 

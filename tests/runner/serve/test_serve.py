@@ -382,7 +382,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, 400, "none of the tools"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools.0 must be a function"),
         ({"tools": [TOOL], "response_format": {"type": "json_object"}}, 400, "do not go together"),
-        ({"modalities": ["audio"]}, 400, "text alone"),
+        ({"modalities": ["audio"]}, 400, "returns only text"),
         ({"seed": 1.5}, 400, "seed"),
     ],
 )
