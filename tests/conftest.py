@@ -1,4 +1,4 @@
-"""Fixtures: random checkpoints of every family, and the shipped one exported for real."""
+"""Fixtures: random checkpoints of every family, and exports of the shipped one."""
 
 import shutil
 import signal

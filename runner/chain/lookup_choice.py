@@ -125,7 +125,7 @@ class LookupChoice:
         best, count = 0.0, 0
         for proposed in self._counts():
             cost = self._costs[LOOKUP, proposed]
-            if drafted and head_cost > cost:  # assume that as many tokens as match so far will match
+            if drafted and head_cost > cost:  # assume that the match will double in length
                 cost += (head_cost - cost) / max(1.0, common / tokens[proposed])
             if tokens[proposed] / cost > best:
                 best, count = tokens[proposed] / cost, proposed

@@ -212,7 +212,8 @@ class LoadedMethod:
         self._method, self._device = method, device
 
     def give(self, constants: Mapping[str, Tensor]) -> None:
-        """Set the constants, keyed by the table's names. Raises ValueError if the library needs another one."""
+        """Set the constants, keyed by the table's names. Raises ValueError if the library needs a constant that is
+        missing."""
         names = self._container.get_constant_names_to_original_fqns()
         lacking = sorted(name for name in names.values() if name and name not in constants)
         if lacking:

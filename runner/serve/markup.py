@@ -143,7 +143,7 @@ class Splitter:
             return False
         start, mark = found
         parts += self._part(start)
-        marks = self._ahead()  # the text before may end the place for this mark
+        marks = self._ahead()  # reasoning cannot begin after other text
         if mark not in marks and mark not in self.specials:
             return True
         if marks.get(mark) == TOOLS:

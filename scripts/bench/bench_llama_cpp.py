@@ -178,7 +178,9 @@ def measured(
     with ExitStack() as stack:
         model = stack.enter_context(load(artifact, defer=True))
         if model.metadata.manifest.get("target") != TARGET:
-            raise ValueError(f"{artifact} is of {model.metadata.manifest.get('target')}: export {TARGET} to compare")
+            raise ValueError(
+                f"{artifact} has the target {model.metadata.manifest.get('target')}: export {TARGET} instead"
+            )
         weights = types_beside(model, weights)
         configurations = configurations_of(str(artifact), model, None)
         check_configurations(configurations, workload)

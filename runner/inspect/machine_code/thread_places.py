@@ -18,7 +18,7 @@ from eagle3.runner.inspect.machine_code.ptx_flow import Flow, Instruction
 
 COPIES = ("mov", "cvt", "cvta")
 BETWEEN_LANES = ("shfl", "vote", "match", "redux", "activemask", "elect", "mma", "wmma", "ldmatrix", "stmatrix")
-"""Instructions by which the threads of a warp see each other's registers."""
+"""Instructions by which the threads of a warp read each other's registers."""
 WARP = 32
 FLOAT = re.compile(r"(f|bf|tf|e)\d")
 NAMED = re.compile(r"[%\w.-]+")

@@ -411,7 +411,7 @@ def test_a_round_launches_no_more_kernels_than_its_limit(cuda_artifact):
 
 @pytest.mark.whole
 def test_no_matmul_kernel_of_a_round_spills(cuda_artifact):
-    """Fused kernels are left out: they take as long to disassemble, and hardly spill. ``--cost`` reports them."""
+    """Fused kernels are left out: they take long to disassemble, and hardly spill. ``--cost`` reports them."""
     kernels = cuda_kernels(cuda_artifact / MODEL_FILE)
     fatbins = {
         (method, name): fatbin
