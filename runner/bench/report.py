@@ -57,9 +57,9 @@ def method_text(name: str, method: dict[str, Any]) -> str:
     lines = [
         f"{name}, {rows} {'row' if rows == 1 else 'rows'}: {ms:.3f} ms, traced {method['traced_ms']:.3f}; "
         f"{method['delegates']} delegates of {sum(method['nodes'].values())} nodes",
-        f"reading its {size / 1e6:.1f} MB of weights takes {read:.3f} ms (summed, on all cores: "
-        f"{size / read / 1e6:.0f} GB/s): it takes {ms / read:.2f} times that; its {method['multiply_adds'] / 1e6:.1f} "
-        f"million multiply-adds take {method['multiply_ms']:.3f} ms (a product of matrices)",
+        f"summing its {size / 1e6:.1f} MB of weights on all cores takes {read:.3f} ms ({size / read / 1e6:.0f} GB/s), "
+        f"the method {ms / read:.2f} times as long; as one matrix product its {method['multiply_adds'] / 1e6:.1f} "
+        f"million multiply-adds take {method['multiply_ms']:.3f} ms",
     ]
     return "\n".join([*lines, rendered(cells)])
 

@@ -248,7 +248,7 @@ def main(
     folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure time to first token and tokens per second of library, eagle3-serve and, with --llama-cpp, llama-server.
+    """Measure the library, eagle3-serve and, with --llama-cpp, llama-server: time to first token, tokens per second.
 
     Decoding is greedy and ignores end tokens, so that all answers are equally long. The client's clock is used, so the
     servers' figures include HTTP and its parsing. A prompt shares at most its beginning with the one before it.
