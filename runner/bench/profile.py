@@ -42,8 +42,8 @@ class Call(NamedTuple):
 
 
 def profile(path: Path) -> dict[str, Any]:
-    """Return for each method the parts of a call in milliseconds, and the time that reading its weights alone and its
-    multiplications alone would take.
+    """Return for each method the milliseconds of the parts of a call, of reading its weights, and of its
+    multiplications.
 
     Raises ValueError for a CUDA artifact, and as opening an artifact does.
     """

@@ -1,8 +1,8 @@
 """Keeps packed weights in a file, which later starts map instead of packing the weights again.
 
 XNNPACK packs weights in the order in which its kernels for this processor read them, at every start: seconds for a
-model of a few gigabytes. ExecuTorch's backend (1.5) can keep them in a file and map it. It takes the file's path as a
-load-time option alone (``init`` in ``XNNPACKBackend.cpp``), which its Python bindings do not pass on
+model of a few gigabytes. ExecuTorch's backend (1.5) can keep them in a file and map it. It takes the file's path only
+as a load-time option (``init`` in ``XNNPACKBackend.cpp``), which its Python bindings do not pass on
 (``PyProgram::load_method``). So the path is set on the backend's cache itself, through its C++ library, before the
 first method loads.
 """

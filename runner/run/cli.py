@@ -176,7 +176,7 @@ def _check_flags(
     if system is not None and not chat:
         raise click.UsageError("--system is for --chat: type --chat as well")
     if output is not None and prompts is None:
-        raise click.UsageError("--output takes the results of --prompts: type > FILE for one prompt's")
+        raise click.UsageError("--output takes the results of --prompts: type > FILE for a single result")
     if lossless_of_many:
         raise click.UsageError("--verify-lossless is for one prompt: give it by --prompt")
 
