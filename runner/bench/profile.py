@@ -45,7 +45,7 @@ def profile(path: Path) -> dict[str, Any]:
     """Return for each method the milliseconds of the parts of a call, of reading its weights, and of its
     multiplications.
 
-    Raises ValueError for a CUDA artifact, and as opening an artifact does.
+    Raises ValueError for a CUDA artifact, and the errors of ``open_artifact``.
     """
     artifact = open_artifact(path)
     if artifact.is_cuda:

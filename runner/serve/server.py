@@ -63,8 +63,8 @@ def opened(
 ) -> Iterator[Service]:
     """Load an artifact ``parallel`` times for serving.
 
-    The engine must have ended before this context ends. Raises ValueError and FileNotFoundError as ``load``, for an
-    artifact without a tokenizer, and for invalid defaults.
+    The engine must have ended before this context ends. Raises the errors of ``load``, FileNotFoundError for an
+    artifact without a tokenizer, and ValueError for invalid defaults.
     """
     check_defaults(defaults)
     with ExitStack() as stack:
