@@ -56,7 +56,7 @@ def replay(
         prompt, token_ids: the generation to check
         make_choice: returns a new choice (greedy or sampling) like the one of that generation
         chain: the chain length of that generation. With an adaptive one, the repeated rounds may have other lengths
-        lookup: the prompt lookup of that generation; when rounds are repeated, it may propose in others than before
+        lookup: the prompt lookup of that generation. In the repetition it may propose in other rounds
         near_tie: how far rounding moves logits, in standard deviations of the logits; None for the recipe's value
 
     Raises:

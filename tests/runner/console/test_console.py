@@ -1,4 +1,4 @@
-"""A command's output arrives whatever its streams are; output that cannot arrive is reported in one line."""
+"""A command prints its output to every kind of standard stream, and reports in one line if it cannot print."""
 
 import json
 import os
