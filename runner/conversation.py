@@ -31,7 +31,7 @@ class Conversation:
         Leaving the loop by ``break`` or an exception ends the reply; the conversation keeps what was generated so far.
         A generator that a variable holds ends when it is closed or deleted, or with the next ``say`` or ``reset``.
 
-        Raises as ``Model.stream``. A turn that fails before it starts leaves the conversation unchanged.
+        Raises the errors of ``Model.stream``. A turn that fails before it starts leaves the conversation unchanged.
         """
         self._end_reply()
         self.result = None
@@ -45,7 +45,7 @@ class Conversation:
         """Send ``text`` and return the result of the complete reply."""
         for _ in self.say(text, **options):
             pass
-        assert self.result is not None  # the loop ran to its end
+        assert self.result is not None  # set, since the loop ran to its end
         return self.result
 
     def reset(self) -> None:
@@ -57,7 +57,7 @@ class Conversation:
         """Close the generator of the previous reply, if it is still alive."""
         reply = None if self._replying is None else self._replying()
         if reply is not None:
-            with suppress(ValueError):  # "generator already executing", in another thread
+            with suppress(ValueError):  # another thread is executing the generator
                 reply.close()
 
     def _reply(self, turn: dict[str, str], stream: Stream) -> Generator[Piece, None, None]:

@@ -83,7 +83,7 @@ class Model:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The compiler of ``structured_outputs``. Raises as ``Text`` and ``Grammars``."""
+        """The compiler of ``structured_outputs``. Raises the errors of ``Text`` and ``Grammars``."""
         return Grammars(self.text.folder / TOKENIZER_FILE, self.metadata)
 
     def constraint(self, options: Options) -> Constraint | None:
@@ -157,7 +157,7 @@ class Model:
         """Free the memory; the model cannot be used afterwards. An unfinished stream ends. Raises BusyError if another
         thread is computing a piece."""
         if (stream := self.current) is not None:
-            with suppress(ValueError):  # "generator already executing"
+            with suppress(ValueError):  # another thread is executing the stream
                 stream.close()
         with self.reserved():
             self.cached.clear()

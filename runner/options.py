@@ -77,9 +77,9 @@ class Options(Sampling):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} is {shown(getattr(self, name))}, but must be true or false")
         if self.ignore_eos and self.structured_outputs is not None:
-            raise ValueError("structured_outputs end by an end token: leave ignore_eos out")
+            raise ValueError("structured_outputs end with an end token: leave ignore_eos out")
         if self.min_tokens and self.structured_outputs is not None:
-            raise ValueError("structured_outputs end where their form does: leave min_tokens out")
+            raise ValueError("structured_outputs end when their grammar is complete: leave min_tokens out")
 
     @classmethod
     def of(cls, **given: Any) -> "Options":  # untyped, since names also come from files and requests

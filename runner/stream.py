@@ -103,7 +103,7 @@ class Stream(Iterator[Piece]):
     """
 
     def __init__(self, model: StreamedModel, prompt: list[int], options: Options, constraint: Constraint | None = None):
-        """``constraint``: what ``options.structured_outputs`` compile to; None: it is compiled here."""
+        """``constraint``: the compiled ``options.structured_outputs``; None compiles them here."""
         metadata = model.metadata
         chain_len = options.chain_len if isinstance(options.chain_len, int) else None
         check_request(metadata, prompt, options.max_new_tokens, chain_len)

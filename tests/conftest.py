@@ -1,4 +1,4 @@
-"""Fixtures: random checkpoints of every family, and the shipped one exported for real."""
+"""Fixtures: random checkpoints of every family, and exports of the shipped one."""
 
 import shutil
 import signal
@@ -27,24 +27,24 @@ from eagle3.runner.hosts.opening import open_session
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
-torch.set_num_threads(1)  # models this small only wait for other threads, and two artifacts are made beside the tests
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; some tests interrupt
+torch.set_num_threads(1)  # a second thread does not speed up such small models, and artifacts are made beside the tests
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; some tests send SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
     text = "orders of the programs in which Triton's interpreter runs each launch: forward (the default), reversed, "
-    text += "shuffled, delayed, with commas between them, or all; what they leave is compared bit for bit"
+    text += "shuffled, delayed, with commas between them, or all; the results are compared bit for bit"
     parser.addoption("--races", default="forward", metavar="ORDERS", help=text)
     parser.addoption("--whole", action="store_true", help="run every case of every test (scripts/test --whole)")
 
 
 def pytest_configure(config):
-    text = "races(orders): run the launches of a test in these orders, whatever --races says; in none: unchecked"
+    text = "races(orders): run the launches of a test in these orders, whatever --races says; () checks no launch"
     config.addinivalue_line("markers", text)
-    config.addinivalue_line("markers", "whole: run this test with --whole alone, or if its file is named")
+    config.addinivalue_line("markers", "whole: run this test only with --whole, or if its file is named")
     config.addinivalue_line(
-        "markers", "first(n): run the first n cases alone, but all with --whole, or if the file is named"
+        "markers", "first(n): run only the first n cases, but all with --whole, or if the file is named"
     )
 
 
@@ -70,7 +70,7 @@ def race_free(request):
 
 @pytest.fixture(autouse=True)
 def seeded(request):
-    """The random tensors of a test depend on its name alone, whatever ran before it in the same process."""
+    """Seed random tensors by the name of the test, whatever ran before it in the same process."""
     torch.manual_seed(crc32(request.node.nodeid.encode()))
 
 
@@ -85,7 +85,7 @@ def no_hub(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gemma4_31b(tmp_path_factory):
-    """Folder and bytes of Gemma 4 31B as published, and of a head for it."""
+    """Folder and size in bytes of Gemma 4 31B with published shapes, and of a head for it."""
     folder = tmp_path_factory.mktemp("31B")
     head = eagle3(gemma4_config(60), [2, 30, 57])
     return (folder / "target", save_gemma4_31b(folder / "target")), (folder / "head", save_head(folder / "head", head))
@@ -155,17 +155,17 @@ def eager_target(checkpoints):
 
 
 BEFOREHAND = pytest.StashKey[Beforehand]()
-LONGEST_FILE = "test_interpreted_artifact.py"  # minutes of one core, most of them in two tests
+LONGEST_FILE = "test_interpreted_artifact.py"  # takes minutes on one core, most of them in two tests
 
 
 def named(config) -> bool:
-    """Return True if files or tests were given: of these every case runs."""
+    """Return True if the command names files or tests, all cases of which then run."""
     worker = getattr(config, "workerinput", None)
     return worker["named"] if worker else config.args_source is config.ArgsSource.ARGS
 
 
 def left_out(items) -> set:
-    """Return the tests that run with ``--whole`` alone: those that are marked, and those of the artifacts of all
+    """Return the tests that run only with ``--whole``: those that are marked, and those of the artifacts of all
     families and kinds of head, which take minutes to make."""
     found, cases = set(), Counter()
     for item in items:
@@ -179,7 +179,7 @@ def left_out(items) -> set:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what runs with ``--whole`` alone, and put the rest in order."""
+    """Leave out the tests that run only with ``--whole``, and put the others in order."""
     if not config.getoption("--whole") and not named(config):
         left = left_out(items)
         config.hook.pytest_deselected(items=[item for item in items if item in left])
@@ -188,8 +188,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def in_order(items) -> None:
-    """Run the files whose shared exports are made last at the end, but the one that takes longest while others are left
-    to run beside it. A file's tests run in one process."""
+    """Order the files by the time at which their shared exports are ready, but put the longest file after a third of
+    them, so that others run beside it. The tests of a file run in one process."""
     names, last = list(COMMANDS), {}
     for item in items:
         wanted = [names.index(name) for name in item.fixturenames if name in names]
@@ -216,7 +216,7 @@ def pytest_configure_node(node):
     node.workerinput["named"] = named(node.config)
 
 
-@pytest.hookimpl(tryfirst=True)  # before a worker tells that it has collected
+@pytest.hookimpl(tryfirst=True)  # runs before a worker reports its collection
 def pytest_collection_finish(session):
     config = session.config
     beforehand = config.stash[BEFOREHAND]
@@ -247,7 +247,7 @@ def artifact(request):
 
 @pytest.fixture(scope="session")
 def cuda_artifact(request):
-    """gemma4-tiny lowered for sm_90 by the command itself, kernels compiled for real: the artifact's folder. Their
+    """gemma4-tiny lowered for sm_90 by the command itself, with compiled kernels: the artifact's folder. The kernels'
     source is kept beside it (``cuda_artifact.py``)."""
     return request.config.stash[BEFOREHAND]["cuda_artifact"]
 
@@ -310,7 +310,7 @@ def started_browser(tmp_path_factory):
 
 @pytest.fixture
 def held(session, monkeypatch):
-    """An event. The target waits while it is not set."""
+    """An event that holds the target: its methods wait while the event is not set."""
     event, verify = threading.Event(), session.target_verify
     event.set()
     monkeypatch.setattr(session, "target_verify", lambda *given: verify(*given) if event.wait(60) else None)

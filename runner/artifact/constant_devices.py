@@ -1,11 +1,12 @@
 """Reads from a library's machine code which device each of its constants is on.
 
 AOTInductor's container refuses a weight if the library expects it on another device. A library has no function that
-returns the expected device. The model's constructor writes it: for each constant it stores the library's name, the
-device type from a variable, and the program's name. The variables are set while the library loads, to the results of
-``aoti_torch_device_type_cpu`` and ``aoti_torch_device_type_cuda``. This module finds both through the tables that the
-dynamic loader uses. It needs no disassembler, no debugging symbols, no GPU, and does not run the library. It reads
-x86-64 alone, where the last four bytes of an instruction hold the distance to the variable.
+returns the expected device. The code of the model's constructor contains it: for each constant it stores the library's
+name, the device type from a variable, and the program's name. The variables are set while the library loads, to the
+results of ``aoti_torch_device_type_cpu`` and ``aoti_torch_device_type_cuda``. This module finds constructor and
+variables through the tables that the dynamic loader uses. It needs no disassembler, no debugging symbols, no GPU, and
+does not run the library. It reads only x86-64 code, where the last four bytes of an instruction hold the distance to
+the variable.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,8 @@ def constant_devices(library: bytes) -> dict[str, str]:
 
 
 def constant_faults(method: str, table: WeightTable, devices: Mapping[str, str]) -> Iterator[str]:
-    """Yield one line if the library puts a weight on another device than its ``table`` does, or does not name it.
+    """Yield one error line if the library expects a weight on another device than ``table`` says, or has no such
+    constant.
 
     ``devices`` is the result of ``constant_devices``.
     """

@@ -21,7 +21,8 @@ CUDA_BACKEND = "CudaBackend"
 
 # --- 1. Delegates
 
-# The first that matches a kernel's name, from its start. Inductor names its own kernels triton_<kind>_<operators>.
+# A kernel has the first kind whose pattern matches the start of its name. Inductor names its own kernels
+# triton_<kind>_<operators>.
 KERNEL_KINDS = {
     "small_m_sum": re.compile(r"(?!triton_).*small_m_sum"),
     "small_m": re.compile(r"(?!triton_).*small_m"),
@@ -117,7 +118,7 @@ def _weights_extent(storages: dict[str, CudaWeight]) -> dict[str, int]:
 
 
 def extent(sizes: list[int]) -> dict[str, int]:
-    """Return how many parts there are, and their bytes."""
+    """Return the number of parts and the sum of their bytes."""
     return {"count": len(sizes), "bytes": sum(sizes)}
 
 
@@ -152,7 +153,7 @@ def read_library(data: bytes) -> Library:
 
 FATBIN_MAGIC = 0xBA55ED50
 FATBIN_FORMS = {1: "ptx", 2: "sass"}
-# Not publicly documented: nvcc 13.0 sets these bits, and cuobjdump shows them as sm_90a and sm_100f.
+# These bits are not publicly documented. nvcc 13.0 sets them, and cuobjdump shows them as sm_90a and sm_100f.
 FATBIN_VARIANTS = {0x100000: "a", 0x200000: "f"}
 
 

@@ -20,7 +20,7 @@ WEIGHTS_FILE = "aoti_cuda_blob.ptd"
 TABLE_FAMILY = b"ETCUDAFQN"
 TABLE_MAGIC = TABLE_FAMILY + b"3"
 PTD_MAGIC = b"FT01"
-DEVICES = {0: "cpu", 1: "cuda"}  # by AOTInductor's device type
+DEVICES = {0: "cpu", 1: "cuda"}  # keyed by AOTInductor's device type
 
 
 @dataclass(frozen=True)

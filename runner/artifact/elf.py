@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 SYSTEM_LIBRARIES = re.compile(r"lib(c|m|stdc\+\+|gcc_s|pthread|dl|rt)\.so|ld-linux")
-# From the System V ABI; VERNEED and VERSYM from the Linux Standard Base
+# These numbers are from the System V ABI, those of VERNEED and VERSYM from the Linux Standard Base.
 RELA, DYNAMIC, DYNSYM, VERNEED, VERSYM = 4, 6, 11, 0x6FFFFFFE, 0x6FFFFFFF
 NEEDED = 1
 WEAK, ABSOLUTE = 2, 0xFFF1
@@ -43,7 +43,7 @@ class Section:
     address: int
     offset: int
     size: int
-    link: int  # the section with this one's strings
+    link: int  # the index of the section that holds this one's strings
 
 
 class Elf:

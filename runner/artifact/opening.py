@@ -12,8 +12,8 @@ from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, Metadata
 
 @dataclass(frozen=True)
 class Artifact:
-    """An opened artifact. Its methods are loaded when a session is opened (``hosts/opening.py``). ``checked``: its
-    files were compared with its ``export.json``; a ``model.pte`` alone has none."""
+    """An opened artifact. Its methods are loaded when a session is opened (``hosts/opening.py``). ``checked`` is True
+    if its files were compared with its ``export.json``, False if there is no such file."""
 
     folder: Path
     model: Path
@@ -41,7 +41,7 @@ def find_model(path: Path) -> Path:
         )
     with model.open("rb") as file:
         head = file.read(8)
-    if head[4:6] != b"ET" or not head[6:].isdigit():  # such as ET12; the runtime aborts if it is no number
+    if head[4:6] != b"ET" or not head[6:].isdigit():  # the runtime aborts unless digits follow "ET"
         raise ValueError(
             f"{model} is no ExecuTorch program (no ET identifier in its header): damaged or another file, copy or "
             "export it again"
@@ -68,7 +68,7 @@ def open_artifact(path: Path, verify: bool = False, say: Callable[[str], None] =
 
 
 def load_artifact(model: Path, checked: bool) -> Artifact:
-    """Read the metadata of a program. Raises as ``open_artifact``."""
+    """Read the metadata of a program. Raises the errors of ``open_artifact``."""
     constants, methods = read_constants(model)
     try:
         metadata = Metadata.read(set(constants), constants.__getitem__)

@@ -99,12 +99,13 @@ def read_constants(path: Path) -> tuple[dict[str, list[Any]], set[str]]:
                 values = [plan.Values(plan.Outputs(place)) for place in range(plan.OutputsLength())]
                 found[plan.Name().decode()] = [_constant(path, program, segments_at, value) for value in values]
             return found, {plan.Name().decode() for plan in plans} - set(found)
-        except Exception as error:  # as above
+        except Exception as error:  # a damaged flatbuffer fails wherever its offsets lead
             raise ValueError(f"{path} is damaged (its constants do not parse: {error}): export it again") from error
 
 
 def _check_methods(count: int) -> None:
-    """Raise ValueError for a program without methods: offsets that are damaged may lead to zeros."""
+    """Raise ValueError for a program without methods: damaged offsets may lead to zeros, which read as an empty
+    list."""
     if not count:
         raise ValueError("it has no methods")
 

@@ -18,7 +18,7 @@ QUICK_BYTES = 200_000_000
 """Bytes that are hashed at every opening, smallest files first: under a second at 250 MB/s, which is SHA-256 on a slow
 core without SHA instructions."""
 
-DIGITS = 12  # of a sha256 in a message
+DIGITS = 12  # the number of a sha256's digits that messages show
 
 
 def silent(_line: str) -> None:
@@ -91,8 +91,8 @@ def compare(model: Path, verify: bool = False, say: Callable[[str], None] = sile
         if verify:
             raise ValueError(f"{model}: {lacks}: there is nothing to verify against, copy the artifact's whole folder")
         say(
-            f"Not checked: {model} ({lacks}). If it is damaged, tokens may be wrong or the process may end without a "
-            "word: copy the artifact's whole folder"
+            f"Not checked: {model} ({lacks}). If it is damaged, tokens may be wrong or the process may crash without a "
+            "message: copy the artifact's whole folder"
         )
         return Comparison(recorded=False)
     hashed = set(record) if verify else _quick(record)

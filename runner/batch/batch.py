@@ -96,7 +96,7 @@ def run_batch(
         options: generation options of all prompts; ``seed`` is mixed with each prompt's line (``Prompt.own_options``)
         keep_going: skip the prompts that cannot be run
         show_stats: print where the time went
-        compute: what runs the prompts; None: ``model``, one after the other
+        compute: the function that runs the prompts; None runs them through ``model``, one after the other
 
     Raises:
         ValueError: a line cannot be run (raised before anything is computed); a prompt fails (the results before it are

@@ -106,7 +106,7 @@ def opened(output: Path | None, earlier: Earlier) -> Iterator[TextIO]:
         yield sys.stdout
         return
     with output.open("a", encoding="utf-8") as file:
-        if output.is_file():  # not /dev/null or a pipe
+        if output.is_file():  # /dev/null and pipes cannot be truncated
             file.truncate(earlier.size)
             file.write("" if earlier.ends_line else "\n")
         yield file

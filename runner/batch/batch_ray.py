@@ -14,8 +14,8 @@ from eagle3.runner.batch.batch import Batch, Outcome
 from eagle3.runner.text.prompts import Prompt
 
 AT_ONCE = 16
-"""The prompts of one Ray task. Their results arrive together; if the run is interrupted before, all of them are
-computed again.
+"""The number of prompts in one Ray task. Their results arrive together; if the run is interrupted before that, a later
+run computes all of them again.
 """
 Said = Sequence[str | None]
 
@@ -39,9 +39,9 @@ class Worker:
 def over_ray(
     artifact: Path, replicas: int, loading: dict[str, Any]
 ) -> Callable[[Batch, Sequence[Prompt], Mapping[int, Said]], Iterator[Outcome]]:
-    """Return the ``compute`` function of ``run_batch`` that runs prompts on ``replicas`` of an artifact, which every
-    node has at this path. Each replica of a CUDA artifact has a GPU of its own. The cluster is that of RAY_ADDRESS, or
-    this machine.
+    """Return a ``compute`` function for ``run_batch`` that runs prompts on this number of replicas. Every node has the
+    artifact at the same path. Each replica of a CUDA artifact has a GPU of its own. The cluster is that of RAY_ADDRESS,
+    or this machine.
     """
     return functools.partial(_outcomes, artifact.absolute(), replicas, loading)
 
@@ -62,7 +62,7 @@ def _outcomes(
         ray.init(logging_level="warning", log_to_driver=False)
     gpus = 1 if batch.model.metadata.manifest.get("backend") == "cuda" else 0
     _check_room(ray.cluster_resources(), ray.available_resources(), replicas, "GPU" if gpus else "CPU")
-    ray.data.DataContext.get_current().enable_progress_bars = False  # ``run_batch`` has its own
+    ray.data.DataContext.get_current().enable_progress_bars = False  # ``run_batch`` shows its own progress bar
     asked = [{"asked": cloudpickle.dumps((prompt, replies.get(prompt.line, [])))} for prompt in prompts]
     blocks = max(math.ceil(len(asked) / AT_ONCE), min(len(asked), replicas))
     answered = ray.data.from_items(asked, override_num_blocks=blocks).flat_map(

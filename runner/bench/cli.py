@@ -37,7 +37,7 @@ HEADINGS = {
 
 
 UNIT = 1024
-"""Tokens of ``1k``."""
+"""The number of tokens that ``1k`` stands for."""
 
 
 def chain_lengths(_ctx: click.Context, _param: click.Parameter, text: str | None) -> list[int | str] | None:
@@ -74,23 +74,23 @@ def contexts(_ctx: click.Context, _param: click.Parameter, text: str | None) -> 
     "lengths",
     callback=chain_lengths,
     metavar=f"1,2,{AUTO}",
-    help=f"Draft tokens per round, each measured in turn; {AUTO}: the number that is fastest. Default: the artifact's.",
+    help=f"Chain lengths, measured in turn; {AUTO} adapts to the fastest one. Default: the artifact's.",
 )
 @click.option(
     "--context",
     "lengths_of_context",
     callback=contexts,
     metavar="1k,4k",
-    help="Make prompts of so many tokens (1k is 1,024): a prompt, the others, half of the prompt again.",
+    help="Make prompts of these lengths (1k is 1,024 tokens): a prompt, the others, half of the prompt again.",
 )
 @text_flags
-@click.option("--ngram", is_flag=True, help="Measure each of these with the lookup in the text as well.")
+@click.option("--ngram", is_flag=True, help="Measure each chain length with prompt lookup as well.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes over all prompts.")
 @click.option(
     "--compare",
     type=click.Path(path_type=Path, exists=True),
     metavar="ARTIFACT",
-    help="Another artifact to measure in turn.",
+    help="A second artifact to measure in turn with the first.",
 )
 @click.option(
     "--checkpoint",

@@ -1,8 +1,7 @@
 """Makes prompts of a given length whose end repeats their beginning.
 
 A prompt of the file comes first, then the others in turn until the context is nearly full, then the first half of the
-prompt again. The likely continuation is the second half of the first prompt, which the context has after its first
-half.
+prompt again. The likely continuation is the second half of that prompt, which stands near the beginning of the context.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,8 @@ from eagle3.runner.text.prompts import Prompt
 
 
 def with_contexts(workload: Workload, lengths: Sequence[int], models: Sequence[Model]) -> Workload:
-    """Return the workload with a prompt of each length for each prompt; the length is its category.
+    """Return a workload that has, for each prompt of ``workload``, one prompt of each length. A prompt's category is
+    its length.
 
     Raises ValueError for a dialogue, for too few prompts, and for a length that a model has no room for or that is too
     short for a prompt.

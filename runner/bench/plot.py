@@ -40,13 +40,13 @@ def check_plot(file: Path) -> None:
 
 
 def draw(report: dict[str, Any], file: Path) -> None:
-    """Write the plot in the format that the suffix of ``file`` names. Configurations with the lookup are in the tables
-    alone."""
+    """Write the plot in the format that the suffix of ``file`` names. Configurations with the lookup are not
+    plotted."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     acceptance, speed = figure.subplots(1, 2)
-    several = len(report["artifacts"]) > 1  # then numbers beside the points would overlap
+    several = len(report["artifacts"]) > 1  # the label names the artifact
     for index, artifact in enumerate(report["artifacts"]):
         of_artifact = [figures for figures in report["ways"] if figures["artifact"] == artifact["artifact"]]
         configurations = [figures for figures in of_artifact if not figures.get("ngram")]
@@ -88,7 +88,7 @@ def draw_contexts(report: dict[str, Any], file: Path) -> None:
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.set_xlabel("context, tokens")
         axes.grid(alpha=0.3)
-    speed.legend(loc="upper right", fontsize="small")  # of both: the colors are the same
+    speed.legend(loc="upper right", fontsize="small")  # one legend for both plots
     finish(figure, report, file)
 
 

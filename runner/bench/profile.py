@@ -1,4 +1,5 @@
-"""Profiles the methods: ExecuTorch's own trace of a call, beside the time to read its weights and multiply.
+"""Profiles the methods: traces their calls with ExecuTorch, and times the reading of their weights and the
+multiplications.
 
 A method is loaded once more with ExecuTorch's event tracer (ETDump), which XNNPACK reports its nodes to. Times are
 means over the middle half of the calls, sorted by duration. Every part uses the same calls, so the parts add up. The
@@ -41,10 +42,10 @@ class Call(NamedTuple):
 
 
 def profile(path: Path) -> dict[str, Any]:
-    """Return for each method the parts of a call in milliseconds, and the time that reading its weights alone and its
-    multiplications alone would take.
+    """Return for each method the milliseconds of the parts of a call, of reading its weights, and of its
+    multiplications.
 
-    Raises ValueError for a CUDA artifact, and as opening an artifact does.
+    Raises ValueError for a CUDA artifact, and the errors of ``open_artifact``.
     """
     artifact = open_artifact(path)
     if artifact.is_cuda:
@@ -150,8 +151,9 @@ def milliseconds(call: Callable[[], Any]) -> float:
 
 
 def read_rate(size: int) -> float:
-    """Return the bytes per millisecond that a sum over ``size`` bytes of float32 reads; from the processor's caches, if
-    they fit. No other operation of torch that was tried reads faster; matrix-vector products are the slowest."""
+    """Return the bytes per millisecond that a sum over ``size`` bytes of float32 reads. If the bytes fit into the
+    processor's caches, they are read from there. Of the torch operations that were tried, a sum reads fastest, and a
+    matrix-vector product slowest."""
     values = torch.ones(max(1, size // 4))
     with all_cores():
         return 4 * values.numel() / milliseconds(values.sum)

@@ -16,7 +16,7 @@ VERDICT = {True: ", a near-tie", False: ", not a near-tie: please report it as a
 
 
 NOISE = 0.01
-"""The most that a median of ratios and the ratio of the medians differ, relatively, on a quiet machine."""
+"""The largest relative difference between the median of the ratios and the ratio of the medians on a quiet machine."""
 
 
 def as_text(report: dict[str, Any]) -> str:
@@ -57,9 +57,9 @@ def method_text(name: str, method: dict[str, Any]) -> str:
     lines = [
         f"{name}, {rows} {'row' if rows == 1 else 'rows'}: {ms:.3f} ms, traced {method['traced_ms']:.3f}; "
         f"{method['delegates']} delegates of {sum(method['nodes'].values())} nodes",
-        f"reading its {size / 1e6:.1f} MB of weights takes {read:.3f} ms (summed, on all cores: "
-        f"{size / read / 1e6:.0f} GB/s): it takes {ms / read:.2f} times that; its {method['multiply_adds'] / 1e6:.1f} "
-        f"million multiply-adds take {method['multiply_ms']:.3f} ms (a product of matrices)",
+        f"summing its {size / 1e6:.1f} MB of weights on all cores takes {read:.3f} ms ({size / read / 1e6:.0f} GB/s), "
+        f"the method {ms / read:.2f} times as long; as one matrix product its {method['multiply_adds'] / 1e6:.1f} "
+        f"million multiply-adds take {method['multiply_ms']:.3f} ms",
     ]
     return "\n".join([*lines, rendered(cells)])
 
@@ -70,7 +70,7 @@ def rendered(cells: Cells, style: box.Box | None = None) -> str:
     for row in cells:
         table.add_row(*row.values())
     out = io.StringIO()
-    Console(file=out, width=1000, highlight=False, markup=False, emoji=False).print(table)  # wide: no cell is folded
+    Console(file=out, width=1000, highlight=False, markup=False, emoji=False).print(table)  # no cell is folded
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
 
 
@@ -91,7 +91,8 @@ def first_token_cells(report: dict[str, Any]) -> Cells:
 
 
 def time_cells(report: dict[str, Any]) -> Cells:
-    """Return a row per configuration: the first token, prefill, decode, a round, and the loop's share of it."""
+    """Return a row per configuration: time to first token, prefill and decode rates, time of a round, the loop's share
+    of it."""
     rows = []
     for figures, first in zip(report["ways"], first_token_cells(report), strict=True):
         row = name_cells(report, figures) | first
@@ -224,7 +225,7 @@ def noise_lines(report: dict[str, Any]) -> list[str]:
         return []
     return [
         f"the machine was noisy: the medians of the ratios and the ratios of the median speeds differ by up to "
-        f"{furthest:.1%}; more --repeats help"
+        f"{furthest:.1%}; give a larger --repeats"
     ]
 
 

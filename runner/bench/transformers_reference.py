@@ -28,7 +28,7 @@ def add_transformers(
     metadata, completions = outcomes[0].configuration.model.metadata, outcomes[0].passes[0]
     reference = TransformersReference(checkpoint)
     step = {"transformers": reference.step(metadata.usual_window, step_position(metadata.max_seq_len))}
-    step_milliseconds(step, repeats=10)  # warm
+    step_milliseconds(step, repeats=10)  # a warm-up
     reference.complete(completions[0], metadata)
     theirs, seconds = zip(*(reference.complete(completion, metadata) for completion in completions), strict=True)
     rate, ms = sum(map(len, theirs)) / sum(seconds), step_milliseconds(step)["transformers"]
@@ -74,7 +74,7 @@ class TransformersReference:
 
         cache = DynamicCache(config=self.model.config)
         taken = inspect.signature(self.model.forward).parameters
-        name = "cache" if "cache" in taken else "past_key_values"  # before transformers 5.24
+        name = "cache" if "cache" in taken else "past_key_values"  # transformers 5.23 has the second name
         self.model(torch.ones(1, position, dtype=torch.long), **{name: cache})
         tokens = torch.arange(1, rows + 1)[None]
         return lambda: self.model(tokens, **{name: copy.deepcopy(cache)})

@@ -25,7 +25,7 @@ class CachedTokens:
         self._committed = self._saved = 0
 
     def run(self, start: int, rows: int, rollback_rows: int | None) -> None:
-        """Record that the target is about to compute ``rows`` from position ``start`` on.
+        """Record that the target is about to compute ``rows`` rows from position ``start`` on.
 
         The states of recurrent layers then hold all positions before ``start``. A chunk longer than ``rollback_rows``
         also commits all of its rows but the last ``rollback_rows``, and saves the state at that point.
@@ -70,8 +70,9 @@ def still_held(position: int, window: int | None, highest: int) -> bool:
     """Return True if a ring buffer still holds the sliding window before ``position``. It has the size of two windows
     and was written up to position ``highest``.
 
-    A slot holds the last position written into it. The ring's mask assumes the last position that is not ahead of the
-    query. ``window`` is 0 if there is no sliding window (True), None if it is unknown (False).
+    A slot holds the last position written into it. The ring's mask assumes that this is the slot's last position that
+    is not after the query. ``window`` is 0 if there is no sliding window (the result is True), None if it is unknown
+    (the result is False).
     """
     if window is None:
         return False

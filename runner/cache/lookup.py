@@ -32,8 +32,8 @@ class TextIndex:
         self._earlier: list[int] = [0] * SHORTEST
         """For each place, the latest earlier place after the same three tokens; 0 if there is none."""
         self._place = self._common = 0
-        """The place found last, moved on with each added token, and the number of tokens that it has in common with the
-        end."""
+        """The place found last, which each added token moves on by one, and the number of tokens that it has in common
+        with the end."""
 
     def become(self, tokens: Sequence[int]) -> None:
         """Make ``tokens`` the text. The time is proportional to the number of tokens that change."""

@@ -4,15 +4,15 @@ MEMORY, USUAL_MEMORY = 16, 1024
 """The rounds after which an outcome weighs 1/e as much: in the rates of this text, and in the usual rates of all texts.
 """
 PRIOR, PRIOR_WEIGHT = 0.8, 4
-"""The acceptance rate before any outcome, and the number of outcomes that an expected rate weighs as much as."""
+"""The acceptance rate before any outcome, and the weight of an expected rate, counted in outcomes."""
 
 Counts = list[tuple[float, float]]
 """Accepted and observed proposals at each position."""
 
 
 class AcceptanceRates:
-    """Acceptance rates of this text. A rate with few outcomes in this text is drawn to the usual rate of all texts; a
-    usual rate with few outcomes is drawn to the usual rate of the position before.
+    """Acceptance rates of this text. A rate with few outcomes in this text is pulled towards the usual rate of all
+    texts; a usual rate with few outcomes is pulled towards the usual rate of the position before.
     """
 
     def __init__(self, longest: int, prior: float = PRIOR):

@@ -41,8 +41,8 @@ class AdaptiveChain:
         # Costs of a round, relative to the other lengths; guessed until they are compared.
         self._costs = [1 + 0.1 * length for length in self._lengths]
         self._compared = {longest}  # lengths with measured costs; the other costs are interpolated
-        self._seconds: list[float] = []  # of the latest rounds of length ``next()``
-        self._medians: list[float] = []  # of the current comparison: the present length's, then the other's
+        self._seconds: list[float] = []  # the seconds of the latest rounds of length ``next()``
+        self._medians: list[float] = []  # the medians of the current comparison: the present length's, then the other's
         self._doubted = False  # True if the current comparison repeats one with an unexpected result
         self._due = [0.0] * (longest + 1)  # the first round in which each length may be compared again
         self._rounds, self._last = 0, -1

@@ -24,10 +24,11 @@ ROW, DRAFT = 0.02, 0.08
 """The assumed costs of a row of a verify window and of a draft token, in steps of the target, before any round is
 timed."""
 PACE, LEAST_WEIGHT, FURTHEST = 9, 0.1, 2.0
-"""The number of rounds whose median is the machine's speed; the least weight of a new cost; the largest factor by which
-one round changes a cost."""
+"""The number of rounds whose median time measures the machine's speed; the least weight of a new cost; the largest
+factor by which one round changes a cost."""
 TRIAL = 32
-"""The rounds of the lookup in one class before the head gets a round; the number doubles after each of these."""
+"""The rounds of the lookup in one class before the head gets a round; the number doubles with each round of the
+head."""
 
 MEASURED_BACKENDS = ("xnnpack",)
 """Backends on which the lookup was measured (scripts/README.md)."""
@@ -124,7 +125,7 @@ class LookupChoice:
         best, count = 0.0, 0
         for proposed in self._counts():
             cost = self._costs[LOOKUP, proposed]
-            if drafted and head_cost > cost:  # assume that the place continues for as long as it has so far
+            if drafted and head_cost > cost:  # assume that the match will double in length
                 cost += (head_cost - cost) / max(1.0, common / tokens[proposed])
             if tokens[proposed] / cost > best:
                 best, count = tokens[proposed] / cost, proposed
@@ -146,7 +147,7 @@ class LookupChoice:
         """Record a round: the target's tokens ``ids``, which are in ``text`` already, and its seconds; 0 s is not
         counted."""
         if not self._offered:
-            return  # without a choice nothing is learned, and this costs no time
+            return  # the lookup had no tokens, so there was no choice to learn from
         right = common_prefix(self._offered, ids)
         self._lookup[self._class].record(min(len(ids), len(self._offered)), right)
         if not by_lookup and proposed:

@@ -46,16 +46,16 @@ chain_len_option = click.option(
     "--chain-len",
     callback=_chain_length,
     metavar=f"K|{AUTO}",
-    help=f"Draft tokens per round, 0 for none; {AUTO}: the number that is fastest. Default: the artifact's.",
+    help=f"Draft tokens per round, 0 for none; {AUTO} adapts to the fastest number. Default: the artifact's.",
 )
 ngram_option = click.option(
     "--ngram/--no-ngram",
     default=None,
-    help="A lookup proposes what followed the same words before, where that is faster. Default: by the artifact.",
+    help="Let prompt lookup propose tokens too, in rounds where that is faster. Default: the artifact decides.",
 )
 _TEXT_FLAGS = (
     click.option("--max-new-tokens", type=int, help=f"Default: {Options.max_new_tokens}."),
-    click.option("--min-tokens", type=int, help="No end token and no stop text ends the text before it has so many."),
+    click.option("--min-tokens", type=int, help="Do not end before this many tokens."),
     click.option("--temperature", type=float, help="0, the default, is greedy decoding."),
     click.option("--top-k", type=int, help="Sample among the K most likely tokens."),
     click.option("--top-p", type=float, help="Sample among the most likely tokens with this total probability."),
@@ -67,7 +67,10 @@ _TEXT_FLAGS = (
     ),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
     click.option(
-        "--stop-token-ids", callback=token_ids, metavar="1,2", help="End at these tokens and at the artifact's own."
+        "--stop-token-ids",
+        callback=token_ids,
+        metavar="1,2",
+        help="End at these tokens, besides the artifact's end tokens.",
     ),
     click.option("--ignore-eos", is_flag=True, default=None, help="Do not end at the artifact's end tokens."),
 )

@@ -18,7 +18,7 @@ from eagle3.runner.rounds.choice import Choice
 from eagle3.runner.rounds.loop import generate
 
 MakeChoice = Callable[[], Choice]
-"""Returns a new choice in its state before the first token, such as a sampler with the same seed."""
+"""A function that returns a new choice in its state before the first token, such as a sampler with the same seed."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Said:
     """The difference of the two best logits. Without logits (``speculate`` returns none) this and ``moved`` are
     None."""
     moved: float | None
-    """The change of the two tokens' logits against each other since the replay, in standard deviations of
-    its logits."""
+    """The change of the two tokens' logits against each other since the replay, in standard deviations of the replay's
+    logits."""
     speculated: bool = False
     """True if this is the generation's own verify window, run again over caches that speculation wrote."""
 

@@ -56,7 +56,7 @@ def replay(
         prompt, token_ids: the generation to check
         make_choice: returns a new choice (greedy or sampling) like the one of that generation
         chain: the chain length of that generation. With an adaptive one, the repeated rounds may have other lengths
-        lookup: the lookup of that generation; the repeated rounds may be its in other places
+        lookup: the prompt lookup of that generation. In the repetition it may propose in other rounds
         near_tie: how far rounding moves logits, in standard deviations of the logits; None for the recipe's value
 
     Raises:
@@ -113,7 +113,7 @@ _NOT_REPRODUCED = (
 
 
 def _rows_by_call(said: Iterable[Said]) -> dict[tuple[str, int, bool], list[int]]:
-    """Map each (method, rows, speculated) to the numbers of the rows in question, counted from 1."""
+    """Map each (method, rows, speculated) to the numbers of the rows that computed the position, counted from 1."""
     found: dict[tuple[str, int, bool], list[int]] = {}
     for each in said:
         found.setdefault((each.method, each.rows, each.speculated), []).append(each.row + 1)

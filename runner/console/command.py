@@ -23,7 +23,7 @@ import click
 from eagle3.runner.contract import CUDA_GRAPHS, RUNTIMES
 from eagle3.runner.hardware.cpu_features import check_cpu_features
 
-LONGEST_LINE = 600  # characters of a message; a library's can be pages
+LONGEST_LINE = 600  # characters; a library's message can be pages long
 
 runtime_option = click.option(
     "--runtime",
@@ -39,7 +39,7 @@ cuda_graph_option = click.option(
     type=click.Choice(CUDA_GRAPHS),
     default="auto",
     show_default=True,
-    help="auto: replay rounds as CUDA graphs if PyTorch runs the methods on a GPU; --verbose says if one cannot be.",
+    help="auto: replay rounds as CUDA graphs if PyTorch runs the methods on a GPU; --verbose says why not.",
 )
 
 
@@ -67,7 +67,7 @@ version_option = click.option(
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised for SIGTERM by a command that has something to remove. Unwinds as Ctrl-C does."""
+    """Raised for SIGTERM by a command that has files to remove. It unwinds the stack as Ctrl-C does."""
 
 
 def closest(typed: str, names: Iterable[str]) -> str:
@@ -123,7 +123,9 @@ class OneLineFailures(click.Command):
         """Run the command, report a failure, and return the exit code."""
         try:
             if sys.stdout is None:
-                raise click.ClickException("stdout is closed, nothing could be printed: type >/dev/null to do without")
+                raise click.ClickException(
+                    "stdout is closed, nothing could be printed: type >/dev/null to discard the output"
+                )
             code = super().main(*args, **kwargs | {"standalone_mode": False})
             sys.stdout.flush()
             return code if isinstance(code, int) else 0

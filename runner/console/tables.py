@@ -27,7 +27,7 @@ def show_tables(title: str, tables: Iterable[Any]) -> None:
 
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console.width = 160  # the output in a pipe does not depend on the terminal
+        console.width = 160  # output into a pipe has a fixed width
     console.print(title, soft_wrap=True)
     for entry in tables:
         console.print()

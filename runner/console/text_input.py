@@ -20,7 +20,7 @@ def argument_text(argument: str) -> str:
 def read_text(file: Path | None) -> str:
     """Return the text of a file, or of stdin (None), with ``\\n`` for every kind of line end.
 
-    Raises ValueError as ``read_bytes``, or naming the byte that is not UTF-8.
+    Raises the errors of ``read_bytes``, and ValueError with the place of a byte that is not UTF-8.
     """
     try:
         text = read_bytes(file).decode("utf-8")

@@ -1,8 +1,8 @@
 """The contract between exporter and runner: the only place for method names and metadata keys.
 
 The exporter writes metadata through ``Metadata.constant_methods``, and the runner reads it through ``Metadata.read``.
-Neither spells a name itself. The methods take and return (batch 1; ids and positions int64; H is the draft's hidden
-size):
+Neither spells a name itself. The table has the inputs and outputs of the methods. The batch size is 1, ids and
+positions are int64, and H is the draft's hidden size:
 
 ==================  =============================================  ================================================
 method              inputs                                         outputs
@@ -26,7 +26,7 @@ format version, so a runner that does not know it refuses the artifact with one 
 
 A draft head may attend to the target's caches and have none of its own (``get_has_draft_cache`` is False). It needs no
 seeding: ``draft_decode`` takes one row, and only the row before the newest token. All steps of a round have that row's
-position, because nothing is written behind it.
+position, because the steps write nothing into a cache.
 
 There may be no draft head (``get_has_draft`` is False, ``--draft none``). Then there is no ``draft_decode``, the
 target's methods return no feature, and prompt lookup is the only proposer.
@@ -70,7 +70,8 @@ MODEL_FILE, EXPORT_RECORD = "model.pte", "export.json"
 LAUNCHES = "launches"
 """Key in the record of a CUDA artifact: the kernel launches of each method."""
 WORKSPACE = "workspace_bytes"
-"""Key beside it, by method: the most GPU memory that the intermediate tensors of its longest call hold at a time."""
+"""Key in the same record: for each method, the most bytes of GPU memory that intermediate tensors hold at a time during
+its longest call."""
 LACKING = "lacking"
 """Key in the record of a CUDA artifact: later architectures that cannot run a block of its kernels, and why."""
 FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION, SPECULATE_VERSION, NO_DRAFT_CACHE_VERSION = 1, 2, 3, 4, 5
@@ -86,7 +87,7 @@ def format_version(
     has_draft: bool = True,
     has_states: bool = False,
 ) -> int:
-    """Return the lowest version whose runners can read such an artifact. Every runner that reads logits reads
+    """Return the lowest format version whose runners can read such an artifact. Every runner that reads logits reads
     ``get_max_context_len`` too.
     """
     if has_states:

@@ -82,7 +82,7 @@ def first_level_cache() -> int:
     """Return the bytes of a core's first-level data cache, 0 if the system does not report it."""
     try:
         return max(os.sysconf("SC_LEVEL1_DCACHE_SIZE"), 0)
-    except (ValueError, OSError):  # not glibc
+    except (ValueError, OSError):  # the C library is not glibc
         return 0
 
 

@@ -3,8 +3,8 @@
 Sources: NVIDIA's CUDA C++ Programming Guide, technical specifications per compute capability, and NVIDIA's data sheets
 of the cards (the SXM form if there are several). Sizes are in bytes, bandwidth in bytes per second. Shared memory is
 the most that a block may opt into. The clock is in Hz: the one under load on the tensor cores if it is known to be
-lower than the data sheet's maximum, otherwise that maximum. L2 and clock of the H200 were read on one, the clock while
-a round of Gemma 4 31B ran.
+lower than the data sheet's maximum, otherwise that maximum. L2 and clock of the H200 were read from such a GPU, the
+clock during a round of Gemma 4 31B.
 """
 
 import math

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class ConstantEntry(ctypes.Structure):
-    """``AOTInductorConstantMapEntry``"""
+    """The layout of the C struct ``AOTInductorConstantMapEntry``."""
 
     _fields_ = [("name", ctypes.c_char_p), ("handle", ctypes.c_void_p)]
 
@@ -43,7 +43,7 @@ class SingleThreaded:
     """Calls a library without PyTorch's container around it: no event, no lock, no check of the inputs."""
 
     def __init__(self, library: ctypes.CDLL, device: torch.device, constants: Mapping[str, Tensor]):
-        """``constants`` are keyed by the library's own names; the caller keeps owning them.
+        """``constants`` are keyed by the library's own names; the caller keeps their ownership.
 
         Raises ValueError for a library that lacks one of NEEDED (made by a PyTorch before 2.13), RuntimeError if a call
         fails.
@@ -72,7 +72,7 @@ class SingleThreaded:
             given = (ConstantEntry * len(handles))(*entries), _size(len(handles))
             self._call("UpdateUserManagedConstantBufferPairs", self._container, *given, inactive, whole)
         finally:
-            _tensors(handles)  # frees them: the container makes handles of its own
+            _tensors(handles)  # frees the handles, since the container makes its own
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run on the current stream. Inputs and outputs are in the library's order."""
@@ -128,7 +128,7 @@ Body = Callable[[], None]
 
 
 def capture(body: Body, device: torch.device) -> CapturedGraph:
-    """Capture what ``body`` launches on ``device``. Raises RuntimeError if something cannot be captured.
+    """Capture the work that ``body`` launches on ``device``. Raises RuntimeError if some of it cannot be captured.
 
     ``torch.cuda.graph`` leaves its own stream current if beginning or ending the capture fails. Later calls would then
     run on that stream, unordered with the work on the caller's stream. Here the caller's stream is always restored, and
@@ -149,7 +149,7 @@ def capture(body: Body, device: torch.device) -> CapturedGraph:
             try:
                 body()
             except BaseException:
-                with suppress(RuntimeError):  # the capture failed; the exception that made it fail says more
+                with suppress(RuntimeError):  # the first exception says why the capture failed
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -158,7 +158,7 @@ def capture(body: Body, device: torch.device) -> CapturedGraph:
 
 def _leave_pool(device: torch.device, pool: tuple[int, int]) -> None:
     """Leave the graph's memory pool: a capture enters it first and stays in it if the capture is refused."""
-    with suppress(RuntimeError):  # the capture was refused before
+    with suppress(RuntimeError):  # the capture was refused before it entered the pool
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
 
@@ -205,7 +205,7 @@ class Graphed:
                 self._inputs = [value.clone() for value in inputs]
                 self._graph = self._capture(self._body, self._inputs[0].device)
             except (RuntimeError, ValueError) as error:
-                log.warning("no CUDA graph of %s, it runs without: %s", self._name, " ".join(str(error).split()))
+                log.warning("no CUDA graph of %s, which runs without one: %s", self._name, " ".join(str(error).split()))
                 self.close()
         return self._plain(inputs) if self._graph is None else self._replay(self._graph, inputs)
 

@@ -51,7 +51,7 @@ class ExecuTorchSession(TimedSession):
     """The methods ``names`` of a program that ``executorch.runtime`` has loaded. Inputs must be contiguous tensors on
     the host.
 
-    Methods are loaded within a context that ``loading`` makes: all at once, or each at its first call if ``lazily``.
+    Methods are loaded within a context that ``loading`` returns: all at once, or each at its first call if ``lazily``.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class ExecuTorchSession(TimedSession):
         self._methods.clear()
 
     def _explain(self, name: str, inputs: tuple[Tensor, ...], error: RuntimeError) -> str:
-        """Return a message with the inputs beside what the method declares, because ExecuTorch's errors are bare
-        codes."""
+        """Return a message that shows dtype and shape of each input beside the declared ones, because ExecuTorch's
+        errors are bare codes."""
         declared = self._methods[name].metadata
         pairs = []
         for slot, value in enumerate(inputs):

@@ -7,11 +7,11 @@ that were loaded first. With the wrong ones, the first call would crash the proc
 import ctypes
 from pathlib import Path
 
-SHARED = "aoti_torch_get_data_ptr"  # every library calls it, both hosts have it
+SHARED = "aoti_torch_get_data_ptr"  # every library calls this function, and both hosts define it
 
 
 class _Place(ctypes.Structure):
-    """``Dl_info`` of dlfcn.h."""
+    """The layout of the C struct ``Dl_info`` of dlfcn.h."""
 
     _fields_ = [
         ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("symbol", ctypes.c_char_p), ("address", ctypes.c_void_p)

@@ -21,7 +21,8 @@ CUDA_NEEDS = (
     "it needs an NVIDIA GPU with memory free and an ExecuTorch that reads its weight tables; --verbose shows its own "
     "reason, --runtime torch runs it without ExecuTorch"
 )
-"""ExecuTorch's errors are bare codes, and a CUDA build of another version fails as a GPU without memory does."""
+"""Advice after a failed load. It names every cause, since ExecuTorch's error codes do not tell a GPU without free
+memory from a CUDA build of another version."""
 
 
 def open_session(
@@ -46,7 +47,7 @@ def open_session(
     if artifact.is_cuda:
         verbose_note(f"{artifact.folder} holds native code for NVIDIA GPUs, which is loaded now with your rights")
     if host == TORCH:
-        with calm_stderr():  # importing Inductor's parts takes seconds, for CUDA artifacts alone
+        with calm_stderr():  # only CUDA artifacts need Inductor, whose import takes seconds
             from eagle3.runner.hosts.torch_host import open_torch_session
 
             return open_torch_session(artifact.model, _weights(artifact), artifact.metadata, cuda_graph == AUTO)

@@ -1,8 +1,8 @@
 """Keeps packed weights in a file, which later starts map instead of packing the weights again.
 
 XNNPACK packs weights in the order in which its kernels for this processor read them, at every start: seconds for a
-model of a few gigabytes. ExecuTorch's backend (1.5) can keep them in a file and map it. It takes the file's path as a
-load-time option alone (``init`` in ``XNNPACKBackend.cpp``), which its Python bindings do not pass on
+model of a few gigabytes. ExecuTorch's backend (1.5) can keep them in a file and map it. It takes the file's path only
+as a load-time option (``init`` in ``XNNPACKBackend.cpp``), which its Python bindings do not pass on
 (``PyProgram::load_method``). So the path is set on the backend's cache itself, through its C++ library, before the
 first method loads.
 """
@@ -57,7 +57,7 @@ class _SharedCache(ctypes.Structure):
 class PackedFile:
     """The packed weights of one program for this processor and this ExecuTorch, in ``folder``.
 
-    Raises ValueError if this ExecuTorch has no such file, or if the disk has no room to write it.
+    Raises ValueError if this ExecuTorch cannot keep packed weights in a file, or if the disk has no room for the file.
     """
 
     def __init__(self, model: Path, folder: Path):
@@ -78,7 +78,8 @@ class PackedFile:
 
     @contextmanager
     def in_use(self) -> Iterator[bool]:
-        """Methods loaded within this context share packed weights (``packed_weights_shared``) that are in the file.
+        """Make the methods loaded within this context share packed weights (``packed_weights_shared``) that lie in the
+        file.
 
         A complete file is mapped and never written. Otherwise this process writes it and keeps it locked until its
         methods are gone; a process that starts meanwhile packs weights in its own memory.
@@ -100,7 +101,7 @@ def is_whole(path: Path) -> bool:
         with path.open("rb") as file:
             file.seek(-_FOOTER.size, os.SEEK_END)
             return _FOOTER.unpack(file.read())[2:] == _WHOLE
-    except OSError:  # also if the file is shorter than its end record
+    except OSError:  # also raised for a file shorter than ``_FOOTER``
         return False
 
 
@@ -117,14 +118,14 @@ def _path_set(path: Path) -> Iterator[bool]:
     get_cache.argtypes, get_cache.restype = (ctypes.c_void_p, ctypes.POINTER(_String)), _SharedCache
     set_path.argtypes, set_path.restype = (ctypes.c_void_p, ctypes.POINTER(_String)), None
     release.argtypes, release.restype = (ctypes.c_void_p,), None
-    options = get_backend(BACKEND) + _POINTER  # after the pointer to the table of virtual functions
+    options = get_backend(BACKEND) + _POINTER  # they follow the pointer to the table of virtual functions
     shared = get_cache(options, ctypes.byref(_String(b"")))
     assert shared.has_value, "ExecuTorch has no cache of weights"
     is_new = ctypes.c_int.from_address(shared.control + _POINTER).value == 1  # this pointer is the only owner
     if is_new:
         set_path(shared.cache, ctypes.byref(_String(bytes(path))))
     else:
-        verbose_note(f"{path} is not opened: methods loaded before have a cache of weights, which these share")
+        verbose_note(f"{path} is not opened: these methods share the weights cache of methods that were loaded before")
     try:
         yield is_new
     finally:
@@ -144,7 +145,7 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
         known = []
     if not known or not found.startswith(VERSION) or sys.platform != "linux":
         raise ValueError(
-            f"ExecuTorch {found} has no file of packed weights on {sys.platform}: leave --packed-weights out"
+            f"ExecuTorch {found} cannot keep packed weights in a file on {sys.platform}: leave --packed-weights out"
         )
     return core, xnnpack
 

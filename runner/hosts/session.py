@@ -43,7 +43,7 @@ class Session(Protocol):
     """The interface that ``loop.py`` uses. Shapes are as in ``eagle3.runner.contract``; H is the draft's hidden size.
 
     Ids and positions are on the host. Features and logits are on the session's device. The caller passes a feature back
-    as it was returned, whole or cut to its first rows; to a draft without a cache, one row of it.
+    as it was returned, whole or cut to its first rows. A draft without a cache gets one row of it.
     """
 
     metadata: Metadata
@@ -76,7 +76,7 @@ def missing_method(name: str, closed: bool) -> str:
 
 
 class TimedSession:
-    """Implements the methods by one ``_call``, and counts and times the calls."""
+    """Implements all methods through ``_call``, and counts and times the calls."""
 
     def __init__(self, metadata: Metadata):
         self.metadata = metadata

@@ -6,7 +6,7 @@
 3. Libraries: each is loaded through ``torch._C._aoti``; its constants are views of those storages.
 4. Session: it runs the methods, by CUDA graphs if possible (``cuda_graph.py``).
 
-This module knows the device by its name alone; ``torch_host_checks.py`` checks what a GPU must have.
+The checks of the GPU are in ``torch_host_checks.py``.
 """
 
 import ctypes
@@ -212,7 +212,8 @@ class LoadedMethod:
         self._method, self._device = method, device
 
     def give(self, constants: Mapping[str, Tensor]) -> None:
-        """Set the constants, keyed by the table's names. Raises ValueError if the library needs another one."""
+        """Set the constants, keyed by the table's names. Raises ValueError if the library needs a constant that is
+        missing."""
         names = self._container.get_constant_names_to_original_fqns()
         lacking = sorted(name for name in names.values() if name and name not in constants)
         if lacking:
@@ -220,14 +221,14 @@ class LoadedMethod:
                 f"the library of {self._method.name} needs {lacking[0]!r}, the table lacks it: export it again"
             )
         self._constants = {name: constants[original] for name, original in names.items() if original}
-        # Not the inactive buffer; every constant is given; this object keeps the memory.
+        # The active buffer is updated, no constant may be missing, and this object owns the memory.
         self._container.update_constant_buffer(self._constants, False, True, True)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         return self._wired(self._container.run, inputs)
 
     def capturable(self) -> tuple[Run, Callable[[], None]]:
-        """Return the method in a form that a CUDA graph can capture, and a function that frees it. Raises as
+        """Return the method in a form that a CUDA graph can capture, and a function that frees it. Raises the errors of
         ``SingleThreaded``."""
         single = SingleThreaded(self._library, self._device, self._constants)
         return lambda inputs: self._wired(single, inputs), single.close

@@ -38,10 +38,13 @@ Examples:
 @click.option(
     "--context",
     type=click.IntRange(1),
-    help="For --cost: the tokens that the KV caches hold. Without it what attention reads of them is left out.",
+    help="For --cost: the number of tokens in the KV caches. Without it, attention's reads of the caches are left out.",
 )
 @click.option(
-    "--check-code", "with_code", is_flag=True, help="Check the machine code of a CUDA artifact; a fault: exit code 1."
+    "--check-code",
+    "with_code",
+    is_flag=True,
+    help="Check the machine code of a CUDA artifact, and exit with code 1 for a fault.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @version_option
@@ -138,7 +141,7 @@ def files(model: Path, comparison: Comparison) -> list[dict[str, Any]]:
     return [{"name": name, "bytes": size, "matches_record": matches} for name, (size, matches) in sorted(found.items())]
 
 
-# For people
+# Tables for people
 
 
 def show(found: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Reads the contents of an artifact's ``.pte`` as plain values for ``eagle3-inspect``, one section per function.
 
-The structure comes from the program at the head of the file (ExecuTorch's own schema and reader). The weights behind it
+The structure comes from the program at the head of the file (ExecuTorch's own schema and reader). The weights after it
 are not read, so reading a file of 20 GB takes no longer than reading its program. Lengths are in rows (tokens).
 """
 
@@ -35,7 +35,7 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
     plans = {plan.name: plan for plan in pte.program.execution_plan if plan.name not in constants}
     plans = {name: plans.pop(name) for name in (*METHODS, SPECULATE, DECODE, FORWARD) if name in plans} | plans
     rows = row_bounds(metadata)
-    linears = metadata.manifest.get("linears", {})  # quantized ones, as the exporter counted them by kernel
+    linears = metadata.manifest.get("linears", {})  # the exporter's count of quantized linears by kernel
     try:
         tables = [table for found in weight_tables(pte).values() for table in found]
         return {

@@ -43,7 +43,7 @@ class Rounds:
         self._session, self._chain, self._choice, self._cached = session, chain, choice, cached
         self._lookup, self._by_lookup = lookup, False
         self._has_deferred = False  # True if the seed has deferred draft slots of lookup rounds
-        self._wrote_deferred = True  # True if the round's draft step wrote deferred slots or the prompt's
+        self._wrote_deferred = True  # True if the round's draft step wrote deferred slots or those of the prompt
         self._seed = Seed()
         self._may_fuse = session.has_speculate and choice.greedy
         self._masks = session.metadata.proposals - 1  # rows that a P-EAGLE head writes after its input rows
@@ -99,8 +99,8 @@ class Rounds:
         self._has_deferred, self._wrote_deferred = self._has_deferred or self._by_lookup, False
 
     def _keep(self, tokens: Tensor, feature: Tensor | None) -> None:
-        """Add draft slots up to the anchor's to the seed. A draft without a cache needs only the last slot. Without a
-        draft only the anchor's token is kept."""
+        """Add to the seed the draft slots up to the anchor's slot. A draft without a cache needs only the last slot.
+        Without a draft only the anchor's token is kept."""
         if not self._has_draft_cache:
             self._seed, tokens = Seed(self._anchor_pos - 1), tokens[:, -1:]
             feature = None if feature is None else feature[:, -1:]
@@ -119,8 +119,8 @@ class Rounds:
         the same.
 
         Yields the tokens that each round accepts; returns the window of the next round. The outputs are converted to
-        lists once per round: a round of a small model takes half a millisecond, and a torch operation after such a call
-        takes microseconds.
+        lists once per round, because each torch operation takes microseconds, and a round of a small model only half a
+        millisecond.
         """
         session, cached, chain, chosen_by = self._session, self._cached, self._chain, self._choice.target
         start, longest, rollback = self._anchor_pos, window.shape[1] - 1, session.metadata.rollback_rows
@@ -270,8 +270,8 @@ class Rounds:
         return step
 
     def finish(self) -> None:
-        """Write the deferred draft slots of lookup rounds, so that the next turn of a dialogue does not compute the
-        target for them again. A few slots are left unwritten, because computing them again costs less."""
+        """Write the deferred draft slots of lookup rounds, so that the next turn of a dialogue does not run the target
+        for them again. A few slots are left unwritten, because computing them again costs less."""
         metadata = self._session.metadata
         few, room = metadata.chain_len + 1, metadata.max_seq_len - 1 - self._anchor_pos
         waits = self._chain.speculates and self._has_draft_cache and self._has_deferred and self._seed.rows > few

@@ -20,7 +20,7 @@ class GenerationStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
-    """Drafts whose proposal at each position was accepted."""
+    """For each position, the number of drafts whose proposal there was accepted."""
     num_lookup_drafts: int = 0
     """The drafts among ``num_drafts`` that a lookup in the text proposed; the next two fields count its tokens."""
     num_lookup_draft_tokens: int = 0
@@ -58,7 +58,8 @@ class GenerationStats:
         seconds_before: Mapping[str, float],
         calls_before: Mapping[str, int],
     ) -> None:
-        """Add the calls that a session has made since its counters, by method, had the values ``before``."""
+        """Add a session's calls since its counters, by method, had the values ``seconds_before`` and
+        ``calls_before``."""
         for name, count in calls.items():
             if made := count - calls_before.get(name, 0):
                 self.method_calls[name] += made

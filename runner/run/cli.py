@@ -67,21 +67,25 @@ HEADINGS = {
     type=click.Path(path_type=Path),
     help="File for the results of --prompts; results that it already holds are not run again. Default: stdout.",
 )
-@click.option("--keep-going", is_flag=True, help="With --prompts, skip those that cannot be run; then exit code 1.")
+@click.option(
+    "--keep-going", is_flag=True, help="With --prompts: run the others if some cannot be run, and exit with code 1."
+)
 @click.option(
     "--ray",
     "replicas",
     type=click.IntRange(1),
     metavar="N",
-    help="With --prompts: on N replicas of a Ray cluster, each with a GPU of its own if the artifact is for one.",
+    help="With --prompts: run on N replicas of a Ray cluster, which have a GPU each for a CUDA artifact.",
 )
-@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template; no prompt: a dialogue.")
+@click.option(
+    "--chat", is_flag=True, help="Apply the model's chat template to the prompt; without a prompt, hold a dialogue."
+)
 @click.option("--system", callback=utf8, metavar="TEXT", help="The system prompt of --chat.")
 @generation_flags
 @click.option(
     "--logprobs", type=int, metavar="N", help="With --json or --prompts: log-probabilities of the tokens and the top N."
 )
-@click.option("--stats", is_flag=True, help="Print where the time went to stderr.")
+@click.option("--stats", is_flag=True, help="Print statistics and times to stderr.")
 @click.option(
     "--verify-lossless",
     is_flag=True,
@@ -124,7 +128,7 @@ def main(
         raise click.UsageError("give one of --prompt, --prompt-file, --prompt-tokens and --prompts, or --chat")
     _check_flags(prompt_tokens, prompts, output, chat, system, verify_lossless and (dialogue or prompts is not None))
     if keep_going and prompts is None:
-        raise click.UsageError("--keep-going is for the prompts of a file: give them by --prompts")
+        raise click.UsageError("--keep-going is for the prompts of a file: give them with --prompts")
     if replicas is not None:
         _check_ray(prompts)
     if given["logprobs"] is not None and prompts is None and not (as_json and sources):
@@ -172,14 +176,14 @@ def _check_flags(
     if system is not None and not chat:
         raise click.UsageError("--system is for --chat: type --chat as well")
     if output is not None and prompts is None:
-        raise click.UsageError("--output takes the results of --prompts: type > FILE for one prompt's")
+        raise click.UsageError("--output takes the results of --prompts: type > FILE for a single result")
     if lossless_of_many:
         raise click.UsageError("--verify-lossless is for one prompt: give it by --prompt")
 
 
 def _check_ray(prompts: Path | None) -> None:
     if prompts is None:
-        raise click.UsageError("--ray is for the prompts of a file: give them by --prompts")
+        raise click.UsageError("--ray is for the prompts of a file: give them with --prompts")
     if importlib.util.find_spec("ray") is None:
         raise click.ClickException("ray is not installed: type pip install 'eagle3-export[ray]'")
 

@@ -27,7 +27,8 @@ def run_dialogue(model: Model, system: str | None, show_stats: bool, options: di
     """Run turns until the input ends."""
     take_utf8()
     conversation = Conversation(model, system, **options)
-    model.encode([{"role": "user", "content": "."}])  # imports now, as an interrupted import cannot be repeated
+    # This imports transformers now, since an interrupted import cannot be repeated.
+    model.encode([{"role": "user", "content": "."}])
     tell(HELP)
     while True:
         try:
@@ -70,7 +71,7 @@ def _turn(conversation: Conversation, line: str, show_stats: bool) -> bool:
 
 
 def _reply(conversation: Conversation, line: str, show_stats: bool) -> None:
-    """Print the reply to a line while it is generated. After an error the dialogue goes on."""
+    """Print the reply to a line while it is generated. After an error the dialogue continues."""
     try:
         print_pieces(conversation.model, conversation.say(line), lambda piece: piece.text)
     except KeyboardInterrupt:

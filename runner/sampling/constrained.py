@@ -1,8 +1,8 @@
 """Constrained decoding as the loop's choice: a grammar restricts the text, which is the same with and without
 speculation.
 
-1. ``Guide`` follows one generation in its grammar. It advances by accepted tokens only; it follows proposals and rolls
-   back.
+1. ``Guide`` follows one generation in its grammar. It advances by accepted tokens. It also follows proposals, and rolls
+   them back.
 2. ``Constrained`` masks each row of the target before a token is chosen, and the draft's rows too, so that proposals
    obey the grammar. If the grammar allows only one continuation, it is proposed without a draft step.
 """

@@ -25,8 +25,8 @@ REASONING = ("reasoning_begin", "reasoning_end")
 KEPT_BYTES = 64 << 20
 """The most bytes of compiled grammars that are kept, since compiling a large schema takes tenths of a second."""
 BYTES_OF_GRAMMAR, BYTES_A_CHARACTER = 1 << 16, 128
-"""The bytes that a compiled grammar is assumed to take: a constant, and so many per character of llguidance's form. For
-enums, properties and choices 44 to 172 per character were measured."""
+"""The bytes that a compiled grammar is assumed to take: a constant, and a number per character of the grammar in
+llguidance's own form. For enums, properties and choices 44 to 172 bytes per character were measured."""
 LONGEST_REASON = 400
 """The most characters of llguidance's reason in an error, since it may contain a grammar of a megabyte."""
 SEPARATORS: "JsonCompileOptions" = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -77,7 +77,7 @@ class Constraint:
 
 
 class Grammars:
-    """The grammars of one tokenizer. Any thread may compile."""
+    """The grammars of one tokenizer. Any thread may call ``compile``."""
 
     def __init__(self, tokenizer_file: Path, metadata: Metadata):
         """Raises ValueError with one line if llguidance is not installed, the artifact has no logits or no end tokens,
@@ -121,7 +121,8 @@ class Grammars:
         return self._constraint(matcher, asked)
 
     def kept(self, asked: Mapping[str, Any]) -> Constraint | None:
-        """Return the constraint if it is already compiled, otherwise None. Raises as ``check_constraint``."""
+        """Return the constraint if it is already compiled, otherwise None. Raises the errors of
+        ``check_constraint``."""
         check_constraint(asked)
         with self._lock:
             if (key := _key(asked)) not in self._compiled:

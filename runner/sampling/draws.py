@@ -22,7 +22,7 @@ R]."""
 MANY = 1 << 14
 """The largest vocabulary whose noise is computed for all ids on the host; ``Sparse`` serves larger ones."""
 LOUD_WORD = -(1 << 21)
-"""The bound of a loud id's word: one id in 1024 has a word nearer to zero."""
+"""An id's noise is loud if its word is nearer to zero than this, which is the case for one id in 1024."""
 KEPT = 32
 """The number of positions whose loud ids are kept."""
 LOUD, LEAST = 6.94, -2.78
@@ -56,8 +56,8 @@ class Sparse:
     """Draws from a large vocabulary.
 
     Few ids have loud noise; any other id can win only if its logit is large. The loud ids of a position are found once,
-    by their words. The others must exceed the best score among them, and the largest logit with the least noise, with
-    noise that is not loud.
+    by their words. Any other id is left out if its logit plus the largest noise that is not loud is less than the best
+    score of a loud id, or than the largest logit plus the least noise.
     """
 
     def __init__(self, sampling: Sampling, seed: int, ids: np.ndarray, arrays: Host):

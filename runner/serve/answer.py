@@ -53,7 +53,7 @@ class Answer:
 
     async def read(self, job: Job, dialogue: Dialogue) -> AsyncGenerator[tuple[list[Part], Delta | None], None]:
         """Yield for each round the parts that became certain, and the round's delta; at the end the parts that were
-        held back. Raises as ``Job.deltas``."""
+        held back. Raises the errors of ``Job.deltas``."""
         splitter = self.turn.splitter()
         async with aclosing(job.deltas()) as deltas:
             async for delta in deltas:

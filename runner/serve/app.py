@@ -107,10 +107,10 @@ def _endpoint(
         service.engine.check_room(asked.generations)  # before the prompt is rendered or tokenized
         if not asked.stream:
             made: BaseModel = await _while_connected(request, complete(service, asked, request))
-            text = made.model_dump_json(exclude_unset=True, warnings=False)  # keeps nulls
+            text = made.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null
             return Response(text, media_type="application/json")
         lines = stream(service, asked, request)
-        first = await _while_connected(request, anext(lines))  # its error has a status
+        first = await _while_connected(request, anext(lines))  # an error before the first line has an HTTP status
         return StreamingResponse(_sent(first, lines, done, written), media_type="text/event-stream")
 
     return answer

@@ -44,7 +44,7 @@ def asked(service: Service, body: ChatBody) -> Turn:
         raise Refused("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.return_speculation and not body.stream:
         raise Refused(
-            "return_speculation needs stream to be true: usage has the counts of an answer", "return_speculation"
+            "return_speculation needs stream to be true: for a whole answer, usage has the counts", "return_speculation"
         )
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:

@@ -52,20 +52,20 @@ def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen at; 0.0.0.0 for every network (give a key then).",
+    help="Address to listen on; 0.0.0.0 is every network (then give --api-key-file).",
 )
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=8000,
     show_default=True,
-    help="Port to listen at; 0 takes a free one.",
+    help="Port to listen on; 0 takes a free one.",
 )
 @click.option(
     "--allowed-hosts",
     multiple=True,
     metavar="NAME",
-    help="A name, beside localhost and any address, by which this server may be asked; * for any; repeatable.",
+    help="A host name that requests may use besides localhost and IP addresses; * allows any; repeatable.",
 )
 @click.option("--model-id", metavar="NAME", help="The model's name in requests. Default: the target's.")
 @click.option(
@@ -74,9 +74,15 @@ def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...
     help="A file with the key that requests must send.",
 )
 @click.option(
-    "--parallel", type=click.IntRange(1, 64), default=1, show_default=True, help="Requests that are computed at a time."
+    "--parallel",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="The number of requests that are computed at a time.",
 )
-@click.option("--max-queue", type=click.IntRange(0), default=64, show_default=True, help="Requests that may wait.")
+@click.option(
+    "--max-queue", type=click.IntRange(0), default=64, show_default=True, help="The number of requests that may wait."
+)
 @click.option(
     "--grace",
     type=click.IntRange(0),
@@ -97,7 +103,7 @@ def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...
     type=click.Choice(PARSERS),
     default="auto",
     show_default=True,
-    help="The form of the model's tool calls; auto: by its chat template.",
+    help="The form of the model's tool calls; auto reads it from the chat template.",
 )
 @chain_len_option
 @ngram_option
@@ -125,10 +131,10 @@ def main(
     packed_weights: Path | None,
     verify: bool,
 ) -> None:
-    """Serve an artifact of eagle3-export behind OpenAI's API: its folder or its model.pte.
+    """Serve an artifact of eagle3-export, its folder or its model.pte, behind OpenAI's API.
 
-    Chat completions, completions, responses, models, /health and /metrics. The answers are token for token what the
-    model says without speculation.
+    The endpoints are chat completions, completions, responses, models, /health and /metrics. The answers equal those
+    without speculation, token for token.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -179,8 +185,8 @@ def bind(host: str, port: int) -> socket.socket:
         listening.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise click.ClickException(
-                f"{host} is no address of this machine: give --host 0.0.0.0 for every network that it is in, or "
-                "127.0.0.1 for itself"
+                f"{host} is no address of this machine: give --host 0.0.0.0 for all of its networks, or "
+                "127.0.0.1 for this machine alone"
             ) from error
         raise click.ClickException(
             f"port {port} of {host} cannot be used ({error.strerror}): give another --port, 0 for a free one"

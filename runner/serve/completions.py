@@ -49,7 +49,7 @@ def options(service: Service, body: CompletionBody) -> dict[str, Any]:
 
 
 def _length(service: Service, prompt: list[int], body: CompletionBody) -> int:
-    """Return the most tokens to generate; OpenAI's default is 16. An echo without generation has 1."""
+    """Return the most tokens to generate; OpenAI's default is 16. It is 1 for an echo without generation."""
     if body.echo and body.max_tokens == 0:
         return length(service.model, prompt, 1, "max_tokens")
     room = service.model.metadata.max_seq_len - len(prompt)
@@ -109,7 +109,7 @@ def _logprobs(service: Service, given: list[TokenLogprobs], offset: int, ends: C
             continue
         tokens.append(token_text(text, each.token_id))
         logprobs.append(max(each.logprob, -9999.0))
-        best = reversed(each.top)  # of tokens with the same text, such as parts of characters, the most likely is kept
+        best = reversed(each.top)  # of tokens with the same text (parts of characters), keeps the most likely
         tops.append({token_text(text, token): max(logprob, -9999.0) for token, logprob in best})
         offsets.append(offset)
         offset += len(tokens[-1])
@@ -158,4 +158,4 @@ async def stream(service: Service, body: CompletionBody, request: Request) -> As
     async with aclosing(answers(service, body, request)) as chunks:
         async for chunk in chunks:
             if chunk.choices or with_usage:
-                yield chunk.model_dump_json(exclude_unset=True, warnings=False)  # keeps nulls
+                yield chunk.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null

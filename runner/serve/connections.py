@@ -11,7 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEADER_SECONDS = 20.0
 """The seconds for the headers of a request, from the connection or the previous response."""
 TELLING_SECONDS = 5
-"""The seconds in which requests that still run after the grace period are told so."""
+"""The seconds after the grace period in which the clients of running requests are told that the server ends."""
 
 
 class Protocol(H11Protocol):
@@ -43,7 +43,8 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """``end`` is called, on a thread, ``grace`` seconds after the server was told to end, if something still runs."""
+    """uvicorn's server with a grace period. ``end`` is called on a thread if requests still run ``grace`` seconds after
+    the server was told to end."""
 
     def __init__(self, config: uvicorn.Config, grace: float, end: Callable[[], None]):
         super().__init__(config)

@@ -84,14 +84,14 @@ def moved(schema: Any, place: str) -> Any:  # noqa: ANN401 (JSON)
 
 @dataclass(frozen=True)
 class Turn:
-    """A prompt, and how its answer is read. ``options`` are those of the generation."""
+    """A prompt, the options of its generation, and the marks by which its answer is read."""
 
     prompt: list[int]
     options: dict[str, Any]
     tools: Tools
     marks: ReasoningMarks | None
     reasoning: bool
-    """The prompt has opened it."""
+    """True if the prompt has opened the reasoning."""
     tool_marks: tuple[str, ...]
     specials: tuple[str, ...]
     form: str = "structured_outputs"
@@ -302,4 +302,6 @@ def _of_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"json": schema}
     if kind == "grammar" and isinstance(given.get("grammar"), str):
         return {"grammar": given["grammar"]}
-    raise Refused(f"response_format has the type {shown(kind)}: text, json_object, json_schema", "response_format")
+    raise Refused(
+        f"response_format.type is {shown(kind)}, but must be text, json_object or json_schema", "response_format"
+    )

@@ -34,7 +34,7 @@ def route(scope: Scope) -> str:
 
 class Gate:
     """Checks requests before they reach the application. ``hosts`` are the names that the header Host may have, "*" for
-    any; None skips the check. Addresses are always accepted: a page that attacks by DNS rebinding sends its name."""
+    any; None skips the check. IP addresses are always accepted, since a DNS rebinding attack sends a host name."""
 
     def __init__(self, app: ASGIApp, key: str | None, log: Callable[[str], None], hosts: Collection[str] | None = None):
         self._app, self._key, self._log = app, key, log

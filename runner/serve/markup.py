@@ -67,7 +67,7 @@ class ReasoningMarks(NamedTuple):
 
 THINK = ReasoningMarks("<think>", "</think>", "<think>", "</think>")
 CHANNEL = ReasoningMarks("<|channel>thought\n", "<channel|>", "<|channel>", "<channel|>")
-"""Gemma 4's."""
+"""The marks of Gemma 4."""
 
 
 def reasoning_marks(template: str) -> ReasoningMarks | None:
@@ -143,7 +143,7 @@ class Splitter:
             return False
         start, mark = found
         parts += self._part(start)
-        marks = self._ahead()  # text before a mark may have invalidated it
+        marks = self._ahead()  # reasoning cannot begin after other text
         if mark not in marks and mark not in self.specials:
             return True
         if marks.get(mark) == TOOLS:

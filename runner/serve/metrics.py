@@ -15,7 +15,7 @@ class Metrics:
 
     def __init__(self, model_name: str):
         self._registry, self._name = CollectorRegistry(), model_name
-        self.running = self._gauge("num_requests_running", "Requests that are generated for.")
+        self.running = self._gauge("num_requests_running", "Requests whose answers are being generated.")
         self.waiting = self._gauge("num_requests_waiting", "Requests that wait.")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens.")
         self._generation = self._counter("generation_tokens", "Generated tokens.")
@@ -36,12 +36,14 @@ class Metrics:
             "vllm:request_success", "Requests that ended, by reason.", ["model_name", "finished_reason"],
             registry=self._registry,
         )  # fmt: skip
-        self._first = self._histogram("time_to_first_token_seconds", "From the request to its first token.")
+        self._first = self._histogram("time_to_first_token_seconds", "Seconds from the request to its first token.")
         self._between = self._histogram("inter_token_latency_seconds", "Decoding, a token.")
-        self._whole = self._histogram("e2e_request_latency_seconds", "From the request to its end.")
-        self._queued = self._histogram("request_queue_time_seconds", "Waiting.")
-        self._prefill = self._histogram("request_prefill_time_seconds", "From the start to the first token.")
-        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.")
+        self._whole = self._histogram("e2e_request_latency_seconds", "Seconds from the request to its end.")
+        self._queued = self._histogram("request_queue_time_seconds", "Seconds in the queue.")
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "Seconds from leaving the queue to the first token."
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "Seconds from the first token to the last.")
         self._prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._generation_size = self._histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)
 

@@ -3,7 +3,8 @@
     serve run eagle3.runner.serve.ray:app artifact=/models/out replicas=4 gpus=1
 
 A front end receives requests and asks a replica for each answer. Ray chooses the replica whose earlier prompts share
-the longest beginning with the request, unless other replicas have less to do. Ray does everything that is distributed.
+the longest beginning with the request, unless other replicas have less to do. Ray starts the replicas and distributes
+the requests.
 """
 
 from collections.abc import AsyncGenerator

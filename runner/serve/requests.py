@@ -21,8 +21,8 @@ IGNORED = frozenset(
 )  # fmt: skip
 """Fields of OpenAI that do not change the text here."""
 REFUSED = {
-    "audio": "this server gives text alone",
-    "modalities": "this server gives text alone",
+    "audio": "this server returns only text",
+    "modalities": "this server returns only text",
     "web_search_options": "this server has no search",
     "functions": "give tools",
     "function_call": "give tool_choice",

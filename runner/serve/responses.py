@@ -101,7 +101,9 @@ def _messages(body: ResponseBody) -> list[ChatMessage]:
             told = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(told)
         elif kind != "reasoning":  # the reasoning of earlier turns is not shown to the model
-            raise Refused(f"input.{number} has the type {shown(kind)}: message, function_call, function_call_output")
+            raise Refused(
+                f"input.{number}.type is {shown(kind)}, but must be message, function_call or function_call_output"
+            )
     try:
         return [ChatMessage.model_validate(message) for message in messages]
     except ValidationError as error:
@@ -182,7 +184,7 @@ class Events:
                     if part.kind == REASONING or (part.kind == CONTENT and not forced):
                         for event in self._add(part.kind, part.text):
                             yield event
-        if forced and not answer.calls:  # cut before the list of calls was whole
+        if forced and not answer.calls:  # the answer ended before its list of calls was complete
             for event in self._add(CONTENT, answer.text(CONTENT)):
                 yield event
         whole = answer.finish_reason != "length"

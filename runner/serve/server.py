@@ -40,7 +40,8 @@ def serve(
     hosts: Collection[str] = ("localhost",),
     **loading: Any,
 ) -> None:
-    """Load and serve until SIGTERM or SIGINT; running requests then have ``grace`` seconds. Raises as ``opened``."""
+    """Load and serve until SIGTERM or SIGINT; running requests then have ``grace`` seconds. Raises the errors of
+    ``opened``."""
     opening = opened(artifact, model_id, parallel, max_queue, defaults, tool_parser, chain_len, ngram, **loading)
     with opening as service:
         host, port = listening.getsockname()[:2]
@@ -62,8 +63,8 @@ def opened(
 ) -> Iterator[Service]:
     """Load an artifact ``parallel`` times for serving.
 
-    The engine must have ended before this context ends. Raises ValueError and FileNotFoundError as ``load``, for an
-    artifact without a tokenizer, and for invalid defaults.
+    The engine must have ended before this context ends. Raises the errors of ``load``, FileNotFoundError for an
+    artifact without a tokenizer, and ValueError for invalid defaults.
     """
     check_defaults(defaults)
     with ExitStack() as stack:

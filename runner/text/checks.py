@@ -7,7 +7,7 @@ def shown(value: object) -> str:
     """Format a value for a message: its ``repr`` in one line, cut if it is long."""
     try:
         text = " ".join(repr(value).split())
-    except (RecursionError, ValueError):  # nested too deeply; an integer of more digits than Python prints
+    except (RecursionError, ValueError):  # a value nested too deeply, or an integer with more digits than Python prints
         text = f"of type {type(value).__name__}"
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 

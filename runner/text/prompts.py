@@ -14,7 +14,8 @@ from eagle3.runner.text.chat import Message, check_messages
 from eagle3.runner.text.checks import check_unicode, shown
 
 FIELDS = {
-    "prompt": ("id", "category", "task_id", "canonical_solution", "test", "entry_point"),  # ours, and HumanEval
+    # our own format, and HumanEval's
+    "prompt": ("id", "category", "task_id", "canonical_solution", "test", "entry_point"),
     "prompt_tokens": ("id", "category"),
     "messages": ("id", "category"),
     "turns": ("id", "category", "question_id", "reference"),  # MT-Bench and SpecBench

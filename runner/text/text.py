@@ -68,7 +68,7 @@ class Text:
 
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a reply in the chat template. Raises as ``encode_messages``."""
+        """The tokens that end a reply in the chat template. Raises the errors of ``encode_messages``."""
         return self._chat_template.end_ids
 
     @cached_property
@@ -114,7 +114,7 @@ class TextStream:
         kept: how many of all pushed ids belong to the text, including the one that completed the stop string
 
     With ``skip_special`` False, special tokens are shown, except ``end_ids``. The first ``least`` ids complete no stop
-    string, and no stop string begins in their certain text. Raises ValueError as ``StopStrings``.
+    string, and no stop string begins in their certain text. Raises the errors of ``StopStrings``.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ is measured on eight linears without the conversions to and from float32 that a 
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: XNNPACK has threads of its own
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported, since XNNPACK has threads of its own
 
 import json
 import statistics
@@ -48,7 +48,7 @@ RECIPES = {
 }
 ROWS, WINDOW = range(1, 9), 4
 Times = dict[int, float]
-"""Milliseconds by rows."""
+"""The milliseconds of a call, by its number of rows."""
 
 
 class Mlps(nn.Module):
@@ -89,7 +89,7 @@ def lowered(program: torch.export.ExportedProgram) -> Callable[[list[torch.Tenso
     buffer = made.buffer
     with calm_stderr():
         method = load_runtime().load_program(buffer).load_method("forward")
-    return lambda given: (method.execute(given), len(buffer))  # keeps buffer alive, which the method does not
+    return lambda given: (method.execute(given), len(buffer))  # keeps ``buffer`` alive, since ``method`` does not
 
 
 def attention(keys: int, dtype: torch.dtype) -> Callable[[int], Callable[[], object]]:
@@ -117,8 +117,8 @@ class FullLayer(nn.Module):
 
 
 def exported_attention(keys: int) -> Callable[[int], Callable[[], object]]:
-    """Return the same for the attention of an export, which computes several rows by XNNPACK's products over the used
-    slots."""
+    """Return a function like that of ``attention`` for the attention of an export, which computes several rows by
+    XNNPACK's products over the used slots."""
 
     def call(rows: int) -> Callable[[], object]:
         shapes = [(1, rows, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -131,8 +131,8 @@ def exported_attention(keys: int) -> Callable[[int], Callable[[], object]]:
 
 
 def int8_attention(keys: int) -> Callable[[int], Callable[[], object]]:
-    """Return the same for keys and values in 8 bits with a scale for each token and head, which the export does not
-    offer. The quantization of the query is not timed."""
+    """Return a function like that of ``attention`` for keys and values in 8 bits with a scale for each token and head,
+    which the export does not offer. The quantization of the query is not timed."""
 
     def quantized(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         codes = torch.randint(-128, 128, shape, dtype=torch.int8)
@@ -150,8 +150,8 @@ def int8_attention(keys: int) -> Callable[[int], Callable[[], object]]:
 
 
 def windowed_attention(keys: int, together: int) -> Callable[[int], Callable[[], object]]:
-    """Return the same for a sliding layer, whose ring has ``keys`` slots and a mask. ``together`` heads are computed as
-    rows of one head."""
+    """Return a function like that of ``attention`` for a sliding layer, whose ring has ``keys`` slots and a mask.
+    ``together`` heads are computed as rows of one head."""
     cache = [torch.randn(1, keys, KV_HEADS, HEAD_DIM) for _ in range(2)]
 
     def call(rows: int) -> Callable[[], object]:

@@ -3,12 +3,12 @@ and peak memory.
 
     python scripts/bench/bench_export.py --layers 12 --cuda-arch sm_90
 
-writes a synthetic checkpoint (random INT4 linears and INT8 embedding in the format of ExecuTorch's quantize_and_save, a
-random bfloat16 draft head of the published head's shape) into a temporary folder, exports it in a process of its own
-and samples that process's memory. RssAnon is the memory that the process and its children hold, without files mapped
-into them. Weights are random, so only the artifact's size and speed are meaningful. With --cost it prints the bounds
-that ``eagle3-inspect --cost`` computes for a round. For two numbers of layers it extrapolates them to 60; if both are
-multiples of six, they have the same share of full-attention layers.
+The command writes a synthetic checkpoint (random INT4 linears and INT8 embedding in the format of ExecuTorch's
+quantize_and_save, a random bfloat16 draft head of the published head's shape) into a temporary folder, exports it in a
+process of its own and samples that process's memory. RssAnon is the memory that the process and its children hold,
+without files mapped into them. Weights are random, so only the artifact's size and speed are meaningful. With --cost it
+prints the bounds that ``eagle3-inspect --cost`` computes for a round. From two numbers of layers it extrapolates the
+bounds to 60 layers; multiples of six have the same share of full-attention layers as the whole model.
 """
 
 import json
@@ -34,7 +34,7 @@ from eagle3.runner.inspect.cost.bound import cost_of
 SAMPLE_SECONDS = 0.1
 FULL_LAYERS = 60
 TARGET, EAGLE3 = "target", "eagle3"
-"""Folders of checkpoints; a head's has the name of its kind."""
+"""Names of the folders of checkpoints; a head's folder is named after its kind."""
 
 
 def children(process: int) -> list[int]:
@@ -74,16 +74,20 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
 @click.command()
 @click.option("--backend", type=click.Choice(["cuda", "xnnpack"]), default="cuda", show_default=True)
 @click.option(
-    "--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", show_default=True, help="For xnnpack."
+    "--target",
+    type=click.Choice(list(CPU_MODELS)),
+    default="qwen3-4B",
+    show_default=True,
+    help="The target, for xnnpack.",
 )
 @click.option("--layers", help="Numbers of layers, each a separate export. Default: 6,12; for xnnpack all layers.")
-@click.option("--cuda-arch", help="As for eagle3-export.")
+@click.option("--cuda-arch", help="The architecture, as for eagle3-export.")
 @click.option(
     "--draft", type=click.Choice(list(HEADS)), default=EAGLE3, help="Kind of head, for cuda.", show_default=True
 )
-@click.option("--chain-len", type=int, help="As for eagle3-export, for cuda.")
-@click.option("--verify-rows", type=int, help="As for eagle3-export, for cuda.")
-@click.option("--int4-layout", type=click.Choice(INT4_LAYOUTS), help="As for eagle3-export, for cuda.")
+@click.option("--chain-len", type=int, help="The chain length, as for eagle3-export; only for cuda.")
+@click.option("--verify-rows", type=int, help="The most rows of a verify window; only for cuda.")
+@click.option("--int4-layout", type=click.Choice(INT4_LAYOUTS), help="The layout of INT4 weights; only for cuda.")
 @click.option("--qlinear", default="8da4w", show_default=True, help="Recipe for target and draft, for xnnpack.")
 @click.option("--max-seq-len", default=1024, show_default=True, help="Slots of the KV caches, for xnnpack.")
 @click.option("--acceptance", default=3.0, show_default=True, help="Assumed acceptance length, for xnnpack.")

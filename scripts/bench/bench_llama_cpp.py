@@ -99,7 +99,7 @@ def make_report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def fastest_of(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the outcome with the fastest median of its passes; the first of equals."""
+    """Return the outcome with the fastest median of its passes, the first of several equal ones."""
     return max(outcomes, key=lambda outcome: median(decode_rates(outcome)))
 
 
@@ -115,7 +115,7 @@ def as_text(report: dict[str, Any]) -> str:
         rates, to_plain = figures.get("acceptance_rate_per_position"), figures.get("ratio_to_no_speculation")
         row = {"": figures["way"], "chain length": str(figures["chain_len"])}
         row["decode, tokens/s"] = rate_text(figures["decode_tokens_per_second"])
-        row["to its own plain"] = spread_text(to_plain, 2) if to_plain else "1"
+        row["to no speculation"] = spread_text(to_plain, 2) if to_plain else "1"
         row["prompts too, tokens/s"] = rate_text(figures["tokens_per_second"])
         row["acceptance by position"] = " ".join(f"{rate:.3f}" for rate in rates) if rates else "-"
         rows.append(row)
@@ -144,7 +144,7 @@ def search_cells(tried: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     rows: dict[str, dict[str, str]] = {}
     for setting, each in drafting:
         name = f"{setting.weights}, {setting.drafting}"
-        row = rows.setdefault(name, {"faster of two turns, by chain length": name} | lengths)
+        row = rows.setdefault(name, {"tokens/s (the faster of two runs) by chain length": name} | lengths)
         if "failure" not in each:
             row[str(setting.chain_len)] = f"{each['decode_tokens_per_second']:.0f}"
     return list(rows.values())
@@ -170,14 +170,17 @@ def types_beside(model: Model, asked: Sequence[str]) -> Sequence[str]:
 def measured(
     artifact: Path, build: Build, threads: int, weights: Sequence[str], cache: str, repeats: int, folder: Path | None
 ) -> dict[str, Any]:
-    """Return the measurements. ``folder`` has the GGUF files or takes them; None: they are made anew."""
+    """Return the measurements. ``folder`` keeps the GGUF files for later runs; None makes them in a temporary
+    folder."""
     workload = make_workload(PROMPTS, {}, chat=False)
     briefly = make_workload(PROMPTS, {"max_new_tokens": SEARCH_TOKENS}, chat=False)
     use_threads(threads)
     with ExitStack() as stack:
         model = stack.enter_context(load(artifact, defer=True))
         if model.metadata.manifest.get("target") != TARGET:
-            raise ValueError(f"{artifact} is of {model.metadata.manifest.get('target')}: export {TARGET} to compare")
+            raise ValueError(
+                f"{artifact} has the target {model.metadata.manifest.get('target')}: export {TARGET} instead"
+            )
         weights = types_beside(model, weights)
         configurations = configurations_of(str(artifact), model, None)
         check_configurations(configurations, workload)
@@ -203,14 +206,16 @@ def measured(
 @click.command(cls=OneLineFailures, epilog=epilog(__doc__))
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.argument("llama_cpp", type=click.Path(path_type=Path))
-@click.option("--threads", type=click.IntRange(1, cores()), default=cores(), show_default=True, help="Of either side.")
+@click.option(
+    "--threads", type=click.IntRange(1, cores()), default=cores(), show_default=True, help="Threads of each side."
+)
 @click.option(
     "--type",
     "weights",
     type=click.Choice(WEIGHT_TYPES),
     multiple=True,
-    help="llama.cpp's weights, once or several times; by default f32 beside float32, q8_0 beside 8da8w, q4_0 and "
-    "q4_k_m beside 8da4w.",
+    help="llama.cpp's type of weights; repeatable. Default: f32 for float32, q8_0 for 8da8w, q4_0 and q4_k_m "
+    "for 8da4w.",
 )
 @click.option(
     "--cache-type", type=click.Choice(CACHE_TYPES), default="f32", show_default=True, help="llama.cpp's KV caches."
@@ -231,15 +236,15 @@ def main(
     """Measure an ARTIFACT of gemma4-tiny beside LLAMA_CPP, a folder with a build of it, at its fastest settings.
 
     First, llama-server answers all prompts of scripts/prompts.jsonl once, up to 64 tokens each, in every setting: draft
-    in f32 or q8_0, chain length 1 to 7, backend sampling of the draft on or off. Then the artifact, without
-    speculation and with it, and of each --type llama-server without speculation and in its four fastest settings take
-    turns with each prompt, greedily and up to 128 tokens. The best setting is the one with the best median over the
+    in f32 or q8_0, chain length 1 to 7, backend sampling of the draft on or off. Then these take turns with each
+    prompt, greedily and up to 128 tokens: the artifact without and with speculation and, for each --type, llama-server
+    without speculation and in its four fastest settings. The best setting is the one with the best median over the
     passes. A setting whose server fails is named and left out.
 
     Nothing is kept from one prompt to the next. Decoding is timed from the first token to the last by either side's own
-    clock, so no figure has HTTP in it; "prompts too" adds the time to the first token. A ratio is formed within a pass;
-    medians over the passes, the least and the most. --type and --cache-type are llama.cpp's alone: the artifact's
-    weights and caches are what it was exported with.
+    clock, so no figure includes HTTP; "prompts too" adds the time to the first token. Ratios are computed within a
+    pass. Figures are medians over the passes, with minimum and maximum. --type and --cache-type apply only to
+    llama.cpp: the artifact keeps the weights and caches of its export.
     """
     build = Build.found(llama_cpp)
     report = measured(artifact, build, threads, weights, cache_type, repeats, folder)

@@ -3,9 +3,9 @@
     python scripts/bench/bench_llama_steps.py llama.cpp --folder steps --bits 8 --prompt 64,1000,4000
     python scripts/bench/bench_llama_steps.py llama.cpp --folder steps --bits 4 --target llama3.1-8B --layers 4
 
-``bench_llama_cpp.py --help`` says how to build it; llama-bench is one more CMake target. A decode computes one token. A
-verify window has the rows of three draft tokens. llama-bench computes ids only for the last row of a window, while an
-artifact computes them for all rows.
+``bench_llama_cpp.py --help`` says how to build llama.cpp; llama-bench is one more CMake target. A decode computes one
+token. A verify window has the rows of three draft tokens. llama-bench computes ids only for the last row of a window,
+while an artifact computes them for all rows.
 """
 
 import json
@@ -86,7 +86,7 @@ def of_artifact(artifact: Path, prompt: int) -> Steps:
 
 def text(report: dict) -> str:
     cells = [
-        {"": name, "behind": f"{prompt} tokens"}
+        {"": name, "context": f"{prompt} tokens"}
         | {NAMES[step]: f"{steps[step]:.1f} ms" for step in NAMES}
         | {"verify to decode": f"{steps['window'] / steps['decode']:.2f}"}
         for prompt, names in report["ms"].items()
@@ -113,7 +113,12 @@ def prompts(_context: click.Context, _option: click.Parameter, value: str) -> li
 @click.option("--bits", type=click.Choice(list(RECIPES)), default="8", show_default=True, help="Bits per weight.")
 @click.option("--prompt", "lengths", callback=prompts, default=str(PREFILL), show_default=True, help="Cached tokens.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Passes over all recipes.")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="For checkpoint, artifacts and GGUFs.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The folder for checkpoint, artifacts and GGUF files.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
     llama_cpp: Path, target: str, layers: int, bits: str, lengths: list[int], repeats: int, folder: Path, as_json: bool

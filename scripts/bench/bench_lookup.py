@@ -1,5 +1,5 @@
-"""Measures the lookup in the text and the draft head: neither, each alone, and both, over texts that repeat themselves
-and texts that do not.
+"""Measures generation with neither prompt lookup nor the draft head, with each alone and with both, over texts that
+repeat themselves and texts that do not.
 
     python scripts/bench/bench_lookup.py out [--new-tokens 128] [--passes 5] [--json]
 
@@ -153,7 +153,7 @@ def as_markdown(tables: Mapping[str, dict[str, dict[str, float]]]) -> str:
             ratios = []
             for key in ("ratio", "processor_ratio"):
                 better = row.get(f"{key}_to_the_better")
-                ratios.append(f"{row[key]:.2f}" + (f" ({better:.3f} of the better)" if better else ""))
+                ratios.append(f"{row[key]:.2f}" + (f" ({better:.3f} x the better)" if better else ""))
             lines.append(
                 f"| {kind} | {name} | {row['tokens_per_second']:.0f} | {' | '.join(ratios)} | "
                 f"{row['tokens_per_round']:.2f} | {row['by_lookup']:.0%} |"
@@ -176,7 +176,7 @@ def main() -> None:
         print(json.dumps({"machine": machine(backend), "tables": tables, "differing": differing}))
         return
     print(f"{as_markdown(tables)}\n\n{machine(backend)}, load {os.getloadavg()[0]:.1f}")
-    print("\n".join(differing) or "all four say the same tokens")
+    print("\n".join(differing) or "all variants give the same tokens")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python scripts/bench/bench_serve.py out --llama-cpp llama.cpp --folder gguf
 
 The second command also measures llama-server in the same run, for gemma4-tiny only; bench_llama_cpp.py --help says how
-to build it. For published widths, with random weights and a tokenizer of made-up words, type:
+to build llama.cpp. For published widths, with random weights and a tokenizer of made-up words, type:
 
     python scripts/bench/bench_export.py --backend xnnpack --target qwen3-4B --layers 4 --folder steps
     python scripts/bench/bench_serve.py steps/qwen3-4B-4/artifact --new-tokens 32
@@ -219,7 +219,7 @@ def as_text(report: dict[str, Any]) -> str:
     )
     asked = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report["asked"].items())
     return (
-        f"{asked}; {report['machine']}\n\n{rendered(rows)}\n\n{added} ms more by the server: {spread_text(share, 1)}%"
+        f"{asked}; {report['machine']}\n\n{rendered(rows)}\n\n{added} ms more with the server: {spread_text(share, 1)}%"
     )
 
 
@@ -248,7 +248,7 @@ def main(
     folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Time to the first token and tokens a second: the library, eagle3-serve, and llama-server with --llama-cpp.
+    """Measure the library, eagle3-serve and, with --llama-cpp, llama-server: time to first token, tokens per second.
 
     Decoding is greedy and ignores end tokens, so that all answers are equally long. The client's clock is used, so the
     servers' figures include HTTP and its parsing. A prompt shares at most its beginning with the one before it.

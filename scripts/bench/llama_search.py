@@ -2,11 +2,12 @@
 
 1. ``search``: each setting of ``grid`` answers all prompts in few tokens, one server at a time. Each setting is run
    twice, far apart, and the faster run counts, so that a stall of the machine does not decide.
-2. ``comparable``: for each type of the target's weights, decoding without speculation and the fastest settings.
-3. ``measure_beside``: these settings and our own configurations run all prompts several times, in turn.
+2. ``comparable`` chooses, for each type of the target's weights, the setting without speculation and the fastest
+   settings.
+3. ``measure_beside``: the chosen settings and our own configurations run all prompts several times, in turn.
 
 Equally fast settings keep the order of ``grid``: shorter chains and llama.cpp's defaults first. A setting whose server
-fails is left out, at any time; ``Tried`` has the reason.
+fails is left out, whenever that happens; ``Tried`` has the reason.
 """
 
 from collections.abc import Callable, Sequence
@@ -114,7 +115,7 @@ def measure_beside(
     """Measure our configurations and the ``comparable`` settings in turn (``eagle3.runner.bench.measure``).
 
     If a server fails, everything is measured again without its setting. Returns the outcomes, ours first, the
-    milliseconds of our steps and ``tried`` with what failed.
+    milliseconds of our steps, and ``tried`` with the new failures.
     """
     while True:
         settings = sum(comparable(tried).values(), [])

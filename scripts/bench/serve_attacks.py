@@ -56,7 +56,7 @@ def attacks(number: int) -> dict[str, tuple[str, bytes]]:
     }
 
 
-class Honest:
+class Ordinary:
     """Ordinary clients that request short answers one after the other, every fourth a structured one. ``longest`` is
     the longest wait in seconds."""
 
@@ -65,7 +65,7 @@ class Honest:
         self.longest, self.statuses = 0.0, Counter[int]()
         self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(HONEST)]
 
-    def __enter__(self) -> "Honest":
+    def __enter__(self) -> "Ordinary":
         for thread in self._threads:
             thread.start()
         return self
@@ -115,14 +115,14 @@ def main(url: str) -> None:
     host = urlsplit(url).hostname or ""
     if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
         raise SystemExit(f"{host} is not this machine: only 127.0.0.1 is attacked")
-    with Honest(url) as alone:
+    with Ordinary(url) as alone:
         time.sleep(2 * SECONDS)
-    print(f"20 honest clients alone: longest wait {alone.longest:.2f} s, {dict(alone.statuses)}")
-    print("| attack | answers | its longest | honest clients' longest | theirs |\n| --- | --- | --- | --- | --- |")
+    print(f"20 ordinary clients alone: longest wait {alone.longest:.2f} s, {dict(alone.statuses)}")
+    print("| attack | statuses | longest wait | ordinary: longest wait | statuses |\n| --- | --- | --- | --- | --- |")
     for name in attacks(0):
-        with Honest(url) as honest:
+        with Ordinary(url) as ordinary:
             statuses, longest = attack(url, name)
-        print(f"| {name} | {dict(statuses)} | {longest:.2f} s | {honest.longest:.2f} s | {dict(honest.statuses)} |")
+        print(f"| {name} | {dict(statuses)} | {longest:.2f} s | {ordinary.longest:.2f} s | {dict(ordinary.statuses)} |")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def run_load(url: str, pid: str) -> None:
         else:
             text = answer.json()["choices"][0]["text"]
         if expected.setdefault(number % 50, text) != text:
-            raise AssertionError(f"request {number} was answered otherwise than before")
+            raise AssertionError(f"request {number} was answered differently than before")
 
     start = time.perf_counter()
     for number in range(REQUESTS):

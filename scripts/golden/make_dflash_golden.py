@@ -18,7 +18,7 @@ folder as in make_draft_golden.py, and this script needs the same environment:
     logits     [A, B, V_draft]      of every row of each block
     states     [A, B, H]            the states after the last norm
     proposals  [A, B - 1 or B]      the greedy tokens, as target-vocabulary ids
-    embedding, lm_head [V, H]       the target's, which the checkpoint lacks or has in part
+    embedding, lm_head [V, H]       the target's tensors, which the checkpoint lacks or has only in part
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ from speculators.train.vocab_mapping import build_vocab_mappings_from_distributi
 from transformers import Qwen3Config
 
 SLOTS, BLOCK, MASK_TOKEN, WINDOW = 32, 5, 95, 6
-ANCHORS = [2, 5, 6, 9, 14, 21, 26]  # positions within the window, at its ends, and after two windows
+ANCHORS = [2, 5, 6, 9, 14, 21, 26]  # positions inside the first window, at its ends, and after two windows
 LAYERS = partial(Qwen3Config, num_hidden_layers=2)
 SLIDING = {"sliding_window": WINDOW, "use_sliding_window": True}
 MIXED = partial(LAYERS, **SLIDING, layer_types=["sliding_attention", "full_attention"])
@@ -143,7 +143,7 @@ def check_passes(model: XPressDraftModel, passes: list[torch.Tensor]) -> None:
     ids = [each.argmax(-1) for each in proposing]
     changed = [bool((one != other).any()) for one, other in pairwise(ids)]
     can = len(proposing[0][0])
-    assert all(changed[: min(can, 3)]) and not any(changed[can:]), "a pass more or less would not be seen"
+    assert all(changed[: min(can, 3)]) and not any(changed[can:]), "one pass more or less would give the same tokens"
 
 
 def golden(model: DFlashDraftModel, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -166,7 +166,7 @@ def golden(model: DFlashDraftModel, generator: torch.Generator) -> dict[str, tor
     best = proposing.topk(2).values
     assert (best[..., 0] - best[..., 1]).min() > 0.003, "too close to a tie to be compared"
     ids = proposing.argmax(-1)
-    assert all(len(set(block)) > 2 for block in ids.tolist()), "blocks of one token would hide mistakes"
+    assert all(len(set(block)) > 2 for block in ids.tolist()), "blocks with few different tokens would hide mistakes"
     return {
         "tokens": tokens,
         "taps": taps,

@@ -63,7 +63,9 @@ def walked(scores: Scores, anchors: Tensor, first: int, d2t: Tensor | None = Non
         if len(proposals) < BLOCK:
             given[:, len(proposals)] = proposals[-1]
     proposed = torch.stack(proposals, dim=1)
-    assert all(len(set(block)) > 2 for block in proposed.tolist()), "blocks of one token would hide mistakes"
+    assert all(len(set(block)) > 2 for block in proposed.tolist()), (
+        "blocks with few different tokens would hide mistakes"
+    )
     return scores(given), proposed
 
 
@@ -140,7 +142,7 @@ def speculators(options: dict, generator: torch.Generator) -> tuple[nn.Module, d
     mask[0, ANCHORS] = True
     given = taps, tokens, mask, torch.zeros(1, SLOTS, HIDDEN), torch.zeros_like(tokens)
     states, base, *_, positions = model._backbone_forward(*given, max_anchors=len(ANCHORS))
-    anchors, order = positions[::BLOCK].sort()  # the anchors are drawn in any order
+    anchors, order = positions[::BLOCK].sort()  # the anchors come in random order
     assert anchors.tolist() == ANCHORS
     hidden, base = (each.unflatten(1, (-1, BLOCK))[:, order] for each in (states, base))
 

@@ -18,8 +18,8 @@ Chain row j > 0 is a separate slot, j after the last slot. It embeds chain_ids[j
 its feature and attends to every slot up to itself. If the layer has a sliding window of W slots, every slot, including
 those of a chain, attends to the last W slots including itself: slot q to q - W + 1 .. q. That is speculators' mask in
 the first step and vLLM's in every step. speculators trains its later steps without moving the start of the window (W +
-j slots in step j). They therefore cannot serve as the chain of a case with a window; there the proposals run as slots
-of a first step.
+j slots in step j). They therefore cannot serve as the chain of a case with a window. In such a case the proposals run
+as slots of a first step.
 
 speculators pins older versions than ours, so it needs a venv of its own. The last bit of its results depends on the
 processor; with ATEN_CPU_CAPABILITY=avx2, any x86 with AVX2 gives these fixtures.

@@ -2,9 +2,9 @@
 
 The numbers are those of speculators 0.9.0's `MTPDraftModel`. Its forward is for training: a later step computes all
 slots again, each with the next token at its old position, which is not how a head drafts. Therefore only the first step
-is from the public forward. A chain is one pass of the model's own layer over all slots, with those of the chain after
-the last one, as vLLM's rounds write them. The pass is compared with the forward in the first slots. A case is a folder
-as in make_draft_golden.py, and this script needs the same environment:
+is from the public forward. A chain is one pass of the model's own layer over all slots, followed by the slots of the
+chain, as vLLM's rounds write them. The pass is compared with the forward in the first slots. A case is a folder as in
+make_draft_golden.py, and this script needs the same environment:
 
     ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1 golden-env/bin/python scripts/golden/make_mtp_golden.py \\
         --out tests/golden/mtp

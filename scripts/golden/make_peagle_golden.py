@@ -1,9 +1,9 @@
 """Make the golden fixtures under tests/golden/peagle/: tiny random P-EAGLE heads and the outputs of speculators.
 
 The numbers are those of speculators 0.9.0's `PEagleDraftModel`. Its forward is for training only: it draws at random
-how many tokens ahead each slot predicts, and returns a loss. Here the last slot predicts DEPTHS tokens and the others
-one, and a hook reads the output of lm_head. A case is a folder as in make_draft_golden.py, and this script needs the
-same environment:
+how many tokens ahead each slot predicts, and returns a loss. Here the last slot predicts DEPTHS tokens and every other
+slot one, and a hook reads the output of lm_head. A case is a folder as in make_draft_golden.py, and this script needs
+the same environment:
 
     export ATEN_CPU_CAPABILITY=avx2 HF_HUB_OFFLINE=1
     golden-env/bin/python scripts/golden/make_peagle_golden.py --out tests/golden/peagle

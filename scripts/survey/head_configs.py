@@ -1,8 +1,9 @@
 """Configurations of draft heads as AngelSlim, SafeAILab and SpecForge write them: the keys and values that decide what
 a head computes, and their meaning in the trainer's code.
 
-Facts from the public configurations and code of Tencent/AngelSlim (``speculative/train/configs``), SafeAILab/EAGLE and
-sgl-project/SpecForge (``configs``) and of heads on the hub, read 2026-11. Keys that change nothing here are left out.
+The facts come from the public configurations and code of Tencent/AngelSlim (``speculative/train/configs``),
+SafeAILab/EAGLE and sgl-project/SpecForge (``configs``) and of heads on the hub, read 2026-11. Keys that change nothing
+here are left out.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """More configurations of draft heads, in the form of ``head_configs.py``: by NeMo, ModelOpt, vLLM's model registry,
 speculators and DeepSpec, and of the DFlash family.
 
-Facts from NVIDIA-NeMo/Automodel (``components/speculative``, ``recipes/llm``), NVIDIA ModelOpt, vLLM
+The facts come from NVIDIA-NeMo/Automodel (``components/speculative``, ``recipes/llm``), NVIDIA ModelOpt, vLLM
 (``model_executor/models/registry.py``), vllm-project/speculators, deepseek-ai/DeepSpec, sgl-project/SpecForge
 (``configs``) and heads on the hub, read 2026-11.
 """

@@ -47,7 +47,7 @@ GIVEN = {
     "glm4v_moe": {"text_config": {"head_dim": 128, "rope_parameters": GLM_ROPE | {"mrope_section": [16, 8, 8]}}},
 }
 """Fields for classes whose defaults do not make a model."""
-CONTEXT = 128  # tokens
+CONTEXT = 128  # the context of every target and head, in tokens
 MOST_BYTES = 16e9  # the most bytes of a checkpoint, whose file is mapped into memory
 
 

@@ -65,6 +65,6 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: dict[str, str]) -> np.ndarray:
-    """Return all documents as one stream, int16 [tokens]: ``<bos>`` text ``<eos>``, document after document."""
+    """Return all documents as one stream, int16 [tokens]: each document is ``<bos>``, its text, ``<eos>``."""
     eos = tokenizer.token_to_id(EOS)
     return np.concatenate([np.array(tokenizer.encode(text).ids + [eos], dtype=np.int16) for text in texts.values()])

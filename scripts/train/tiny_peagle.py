@@ -1,4 +1,4 @@
-"""Trains gemma4-tiny's P-EAGLE head, which proposes all tokens in one forward, starting from the EAGLE-3 head.
+"""Trains gemma4-tiny's P-EAGLE head, which proposes all tokens in one forward. Training starts from the EAGLE-3 head.
 
 The head starts with the EAGLE-3 head's tensors, and with a second layer that is the identity. After random slots, rows
 with the mask token and the mask feature follow, one for each further token. Row d after slot p has position p + d,

@@ -11,13 +11,13 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-CONTEXT = 1024  # tokens
+CONTEXT = 1024  # the tokens that the model can attend to
 PEAK_RATE = 4e-3
 
 
 def tiny_config(vocab_size: int) -> Gemma4TextConfig:
-    """Return the configuration: five sliding layers and a full one. Every linear's input width is a multiple of 256,
-    for CUDA's INT4 packing."""
+    """Return the configuration: five sliding layers and one with full attention. Every linear's input width is a
+    multiple of 256, for CUDA's INT4 packing."""
     return Gemma4TextConfig(
         vocab_size=vocab_size,
         hidden_size=256,

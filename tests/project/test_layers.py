@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-RUNNER = {  # a room imports rooms of a lower number, and its own files
+RUNNER = {  # a folder imports its own files, and folders with a lower number
     "contract": 0,
     "hardware": 1,
     "console": 2,
@@ -41,7 +41,7 @@ EXPORT = {  # the same for the exporter
     "checks": 8,
     "": 9,  # the commands, the library and one export from its plan on
 }
-LOWERING = {  # the rooms of export/lowering
+LOWERING = {  # the folders of export/lowering
     "": 0,
     "cuda.kernels": 1,
     "cuda.weights": 2,
@@ -67,12 +67,14 @@ def imports_of(file: Path) -> set[str]:
     return {name.removeprefix("eagle3.") for name in found if name.startswith("eagle3.")}
 
 
-def room_of(module: str, house: str = "runner", rooms: dict[str, int] = RUNNER) -> str | None:
-    """The room of ``house`` that a module is in, "" for the house itself; None of what is not in it."""
-    if not f"{module}.".startswith(f"{house}."):
+def folder_of(module: str, parent: str = "runner", layers: dict[str, int] = RUNNER) -> str | None:
+    """Return the folder below ``parent`` that has a module, "" for ``parent`` itself; None for a module outside it."""
+    if not f"{module}.".startswith(f"{parent}."):
         return None
-    inside = module.removeprefix(house).lstrip(".")
-    return max((room for room in rooms if f"{inside}.".startswith(f"{room}.") or not room), key=len, default="")
+    inside = module.removeprefix(parent).lstrip(".")
+    return max(
+        (folder for folder in layers if f"{inside}.".startswith(f"{folder}.") or not folder), key=len, default=""
+    )
 
 
 def files(top: str) -> list[Path]:
@@ -82,35 +84,35 @@ def files(top: str) -> list[Path]:
 @pytest.mark.parametrize("file", files("runner"), ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports_in_the_runner_point_to_lower_layers(file):
     inside = file.relative_to(ROOT / "runner").parts[:-1]
-    room = inside[0] if inside else ""
+    folder = inside[0] if inside else ""
     for module in imports_of(file):
-        other = room_of(module)
+        other = folder_of(module)
         assert other is not None, f"the runner imports {module}"
-        if other == room:
+        if other == folder:
             continue
-        assert RUNNER[other] < RUNNER[room], f"an arrow upward: {module}"
+        assert RUNNER[other] < RUNNER[folder], f"an arrow upward: {module}"
         assert other not in COMMANDS, f"nothing imports a command: {module}"
 
 
-@pytest.mark.parametrize(("house", "rooms"), [("export", EXPORT), ("export.lowering", LOWERING)])
-def test_arrows_in_the_exporter_point_down(house, rooms):
+@pytest.mark.parametrize(("parent", "layers"), [("export", EXPORT), ("export.lowering", LOWERING)])
+def test_arrows_in_the_exporter_point_down(parent, layers):
     upward = []
-    for file in files(house.replace(".", "/")):
+    for file in files(parent.replace(".", "/")):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        room = room_of(module.removesuffix(".__init__"), house, rooms)
+        folder = folder_of(module.removesuffix(".__init__"), parent, layers)
         for other in imports_of(file):
-            where = room_of(other, house, rooms)
-            if where is None or where == room:
+            where = folder_of(other, parent, layers)
+            if where is None or where == folder:
                 continue
-            if rooms[where] >= rooms[room]:
+            if layers[where] >= layers[folder]:
                 upward.append(f"{module} imports {other}")
     assert upward == []
 
 
 @pytest.mark.parametrize("file", files("export"), ids=lambda file: str(file.relative_to(ROOT)))
-def test_the_exporter_imports_only_the_permitted_rooms_of_the_runner(file):
-    rooms = {room_of(module) for module in imports_of(file)} - {None}
-    assert rooms <= OPEN_TO_THE_EXPORTER
+def test_the_exporter_imports_only_the_permitted_folders_of_the_runner(file):
+    folders = {folder_of(module) for module in imports_of(file)} - {None}
+    assert folders <= OPEN_TO_THE_EXPORTER
 
 
 @pytest.mark.parametrize("file", files("targets"), ids=lambda file: str(file.relative_to(ROOT)))
@@ -123,19 +125,19 @@ def test_no_script_imports_a_command_line():
         assert not [module for module in imports_of(file) if module.split(".")[-2:-1] == ["cli"]], file
 
 
-def test_every_room_of_the_runner_has_a_layer():
-    for top, rooms in (("runner", RUNNER), ("export", EXPORT)):
+def test_every_folder_of_the_runner_has_a_layer():
+    for top, layers in (("runner", RUNNER), ("export", EXPORT)):
         found = {path.parent.name for path in (ROOT / top).glob("*/__init__.py")}
-        assert found == set(rooms) - {""}
+        assert found == set(layers) - {""}
 
 
-def test_the_layers_in_contributing_list_every_room():
+def test_the_layers_in_contributing_list_every_folder():
     picture = (ROOT / ".github" / "CONTRIBUTING.md").read_text().split("```mermaid")[1].split("```")[0]
-    for room in set(RUNNER) - {"", "sampling"}:
-        assert room in picture, room
+    for folder in set(RUNNER) - {"", "sampling"}:
+        assert folder in picture, folder
 
 
 def test_an_import_of_a_higher_layer_is_found(tmp_path):
     file = tmp_path / "wrong.py"
     file.write_text("def f():\n    from eagle3.runner import model\n    import eagle3.runner.bench.cli\n")
-    assert {room_of(module) for module in imports_of(file)} == {"", "bench"}
+    assert {folder_of(module) for module in imports_of(file)} == {"", "bench"}

@@ -29,7 +29,8 @@ OF_OTHERS = {"export/test_x.py", "tests/export/test_x.py"}
 
 
 def unnamed(folder: Path) -> list[str]:
-    """Return the Python files in ``folder`` that no row of its README's tables names, nor by their own folder."""
+    """Return the Python files in ``folder`` that no row of its README's tables names, neither directly nor by a
+    folder."""
     rows = "\n".join(line for line in (folder / "README.md").read_text().splitlines() if line.startswith("| `"))
     named = [word for code in re.findall(r"`([^`]+)`", rows) for word in code.split()]
     files = [str(path.relative_to(folder)) for path in (*folder.glob("*.py"), *folder.glob("*/*.py"))]
@@ -53,7 +54,7 @@ def test_a_file_that_a_map_leaves_out_is_found(tmp_path):
 
 @pytest.mark.parametrize("readme", ALL_READMES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_that_a_readme_names_exists(readme):
-    """A path is meant from the root, from the README's folder, or from a room that a row names before it."""
+    """A path may be relative to the root, to the README's folder, or to a folder that the row names first."""
     listed = [path.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*") if path.is_file()]
     known = {str(path) for path in listed} | {path.name for path in listed}
     tails = {"/".join(path.parts[start:]) for path in listed for start in range(len(path.parts))}
@@ -67,7 +68,7 @@ def test_every_file_that_a_readme_names_exists(readme):
 
 
 LONGEST_CELL = 250
-"""Characters; more is a paragraph."""
+"""The most characters of a cell."""
 
 
 def test_no_cell_of_a_readmes_tables_is_a_paragraph():

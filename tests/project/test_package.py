@@ -123,7 +123,7 @@ def test_eagle3_run_help_takes_a_third_of_a_second():
 
 def test_a_dry_run_for_the_cpu_imports_no_compiler(tmp_path):
     flags = ["--target-model", "gemma4-tiny", "--backend", "xnnpack", "--dry-run", "--output-dir", str(tmp_path)]
-    statement = f"from eagle3.export.cli import main; main({flags})"  # which exits
+    statement = f"from eagle3.export.cli import main; main({flags})"  # ``main`` exits the process
     loaded = imported_modules(f"import atexit; atexit.register(lambda: print(*sys.modules)); {statement}")
     assert "eagle3.export.lowering.xnnpack.backend" in loaded
     assert not {"executorch.exir", "eagle3.export.lowering.xnnpack.lowering"} & loaded
@@ -134,8 +134,8 @@ def test_the_runner_never_imports_the_exporter_nor_the_compiler():
         "import eagle3.runner.rounds.loop, eagle3.runner.hosts.executorch_host as r; r.load_runtime()"
     )
     assert not [name for name in loaded if name.startswith(("eagle3.export", "eagle3.targets"))]
-    assert "torch._dynamo" not in loaded  # comes with executorch.exir: 4 s
-    assert "executorch.exir" not in loaded  # what stood in for it is gone
+    assert "torch._dynamo" not in loaded  # executorch.exir imports it, in 4 s
+    assert "executorch.exir" not in loaded  # its stand-in is removed
 
 
 @pytest.mark.whole

@@ -64,7 +64,7 @@ NOT_RUN = {
     "exported = export(": "exports with the default folder, and asks the hub for Gemma 4 31B",
     "client = openai.OpenAI(": "stands for a program: its messages are left out",
 }
-"""The beginning of a command, or a line of a Python block, to the reason why it is not run."""
+"""Maps the beginning of a command, or a line of a Python block, to the reason why it is not run."""
 
 COMMANDS = {
     "eagle3-export": export_main,
@@ -79,7 +79,7 @@ SHORTER = {
     "eagle3-bench": ("--repeats", "1", "--max-new-tokens", "4"),
     "scripts/bench/bench_lookup.py": ("--passes", "1", "--new-tokens", "4"),
 }
-"""Flags that are added to a command, so that it takes seconds."""
+"""Maps a command to the flags that shorten it to seconds."""
 PLACEHOLDERS = {"NAME": "peagle"}
 QUICKSTART = "scripts/quickstart"
 
@@ -157,7 +157,7 @@ def run_line(line: str, artifact: Path) -> None:
         for each in quickstart_lines():
             run_line(each, artifact)
     elif words[0] == "eagle3-export" and "--list-targets" not in words:
-        run_command(export_main, *words[1:], "--dry-run")  # refuses a folder that is there
+        run_command(export_main, *words[1:], "--dry-run")  # refuses an existing folder
         made = Path(words[words.index("--output-dir") + 1])
         shutil.rmtree(made, ignore_errors=True)
         shutil.copytree(artifact, made)
@@ -209,7 +209,7 @@ def test_the_commands_of_a_readme_run_as_printed_in_their_order(readme, artifact
                 if not_run(line):
                     words = shlex.split(line, comments=True)
                     parse(words)
-                    if "--output-dir" in words or "unpack" in words:  # a later command names what it would have made
+                    if "--output-dir" in words or "unpack" in words:  # a later command reads this folder
                         made = words.index("--output-dir") + 1 if "--output-dir" in words else -1
                         Path(words[made]).mkdir()
                 else:

@@ -120,7 +120,7 @@ def test_any_file_of_prompts_is_read_or_refused_in_one_line(tmp_path_factory, da
         assert not data.removeprefix(b"\xef\xbb\xbf").strip()
         return
     numbers = [number for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
-    assert [each.line for each in found] in (numbers, numbers[1:])  # a mark alone is an empty first line
+    assert [each.line for each in found] in (numbers, numbers[1:])  # a byte order mark alone is a blank line
     faults = [each for each in found if isinstance(each, Fault)]
     try:
         assert read_prompts(file) == found and not faults
@@ -134,7 +134,7 @@ def test_any_file_of_prompts_is_read_or_refused_in_one_line(tmp_path_factory, da
             check_prompt(model(), each, False, None, each.own_options({"seed": 3}))
         except ValueError as error:
             assert is_one_line(error), error
-        except FileNotFoundError as error:  # text
+        except FileNotFoundError as error:  # a prompt of text without a tokenizer
             assert each.tokens is None and is_one_line(error)
 
 

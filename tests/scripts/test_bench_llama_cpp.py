@@ -83,20 +83,20 @@ def test_ratios_are_computed_within_a_pass_and_llama_cpps_best_setting_is_named(
     report = bench.make_report(list(map(outcome, configurations, seconds, tokens)))
 
     one, two = (report["ours_to_llama_cpp"][weights] for weights in ("q4_0", "q4_k_m"))
-    assert Setting(**one["best_setting"]) == settings[2]  # best by its median, not by its fastest pass
+    assert Setting(**one["best_setting"]) == settings[2]  # the best median, not the fastest pass
     assert one["without_speculation"] == {"median": 0.5, "min": 0.5, "max": 1.0}
     assert one["with_speculation"] == one["with_speculation_to_its_best"] == {"median": 1.0, "min": 0.5, "max": 4.0}
-    assert Setting(**two["best_setting"]) == Setting("q4_k_m")  # which speculation only slows
+    assert Setting(**two["best_setting"]) == Setting("q4_k_m")  # speculation makes it slower
     assert two["without_speculation"] == {"median": 1.0, "min": 0.5, "max": 1.0}
     assert two["with_speculation"]["median"] == 4.0
     assert two["with_speculation_to_its_best"]["median"] == 2.0
 
     plain, drafting, *_, theirs = report["ways"]
-    assert plain["decode_tokens_per_second"]["median"] == 1.0  # two tokens behind the first: the prompt's time is aside
+    assert plain["decode_tokens_per_second"]["median"] == 1.0  # two tokens after the first, in 2 s
     assert drafting["acceptance_rate_per_position"] == [1.0, 0.0]
     assert theirs["acceptance_rate_per_position"] == [0.876, 0.767, 0.659]
     assert drafting["ratio_to_no_speculation"]["median"] == 2.0
-    assert theirs["ratio_to_no_speculation"]["median"] == 0.5  # to its own type of weight, not to q4_0
+    assert theirs["ratio_to_no_speculation"]["median"] == 0.5  # relative to its own type of weight, not to q4_0
     assert report["ways"][2]["divergence"] is None
     assert theirs["divergence"]["position"] == 2
 

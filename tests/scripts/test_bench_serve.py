@@ -21,7 +21,9 @@ def test_server_ratios_are_computed_within_a_pass():
     assert report["server_adds_ms_a_round"] == {"median": 45, "min": 30, "max": 60}
     assert report["server_adds_share_of_a_round"]["max"] == pytest.approx(0.1)
     text = as_text(report | {"asked": {"passes": 2}, "machine": "m"})
-    assert "A round takes 450.00 (300.00..600.00) ms, and 45.000 (30.000..60.000) ms more by the server: 10.0%" in text
+    assert (
+        "A round takes 450.00 (300.00..600.00) ms, and 45.000 (30.000..60.000) ms more with the server: 10.0%" in text
+    )
 
 
 def test_an_artifact_without_a_tokenizer_is_measured_by_bench_serve(artifact, tmp_path):

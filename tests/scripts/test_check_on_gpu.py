@@ -69,7 +69,7 @@ def test_a_different_token_and_an_artifact_that_does_not_run_are_refused(artifac
         assert run("compare", other).exit_code == code
     del said[1]["token_ids"][3:]
     check_on_gpu.expected_file(other).write_text(json.dumps(said))
-    assert run("compare", other).exit_code == 0  # asked for three tokens
+    assert run("compare", other).exit_code == 0  # three tokens are requested then
 
     def short(*given, **options):
         return complete(*given, **options | {"max_new_tokens": 2})
@@ -86,7 +86,7 @@ def test_the_tokens_of_a_module_are_written_beside_its_artifact(tmp_path):
     folder = tmp_path / "artifact"
     folder.mkdir()
     greedy = EagerGreedy("cpu", ExportConfig("gemma4-tiny"))
-    greedy.plan = replace(greedy.plan, eos_ids=tuple(range(1024)))  # each token is an end token
+    greedy.plan = replace(greedy.plan, eos_ids=tuple(range(1024)))  # the first 1,024 ids end the text
     with (
         patch.object(check_on_gpu, "config_of", lambda _artifact: None),
         patch.object(check_on_gpu, "EagerGreedy", lambda *_given: greedy),

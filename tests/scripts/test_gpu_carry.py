@@ -16,7 +16,7 @@ def run(*command):
 
 @pytest.mark.whole
 def test_an_artifact_is_packed_with_samples_of_its_weights(cuda_artifact, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_carry, "WRITTEN", 2 * gpu_carry.SAMPLE)  # so that a weight takes several
+    monkeypatch.setattr(gpu_carry, "WRITTEN", 2 * gpu_carry.SAMPLE)  # so that a weight is written in several pieces
     packed, found = tmp_path / "packed.tar.xz", tmp_path / "found"
     for command in (["pack", cuda_artifact, packed], ["unpack", packed, found]):
         done = run(*command)

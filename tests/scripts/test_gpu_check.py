@@ -179,7 +179,7 @@ def test_the_stages_of_gpu_check_measure_an_artifact(host_artifact, greedy, tmp_
     with pytest.raises(gpu_steps.NotRun, match="its chunks are of"):
         gpu_rounds.measure_prefill(facts, check, host_artifact, 4096)
     found = gpu_rounds.kernels_of_a_round(host_artifact)
-    assert found == {"of": "speculate", "all, us": 0}  # none of a GPU's
+    assert found == {"of": "speculate", "all, us": 0}  # no kernel runs on a GPU
     facts = {}
     gpu_check.run_layers(facts, host_artifact)
     assert facts["tokens/s"] > 0 and facts["graphs"] == "captured"

@@ -95,7 +95,7 @@ def test_the_grid_has_every_chain_length_draft_and_sampling_once():
 
 
 def test_the_search_finds_the_planted_settings(server, fake_build, monkeypatch):
-    monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_N_MAX", "3")  # what the user's own servers are started with
+    monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_N_MAX", "3")  # an option of the user's own servers
     speeds = {"q8_0 6 q8_0 off": 900, "q8_0 7 f32 on": 800, "q8_0 1 q8_0 on": 700, "q8_0 2 f32 off": 600}
     fake_build.plan(speeds=speeds | {"q8_0 0": 1000})
     tried = searched(server, grid("q8_0"))

@@ -16,7 +16,7 @@ from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, SPECULATE, TARGE
 
 ASKED = [
     {"prompt": [2, 318, 825, 66, 1140, 11, 492, 304, 275, 365], "max_new_tokens": 9},  # def read_config(path):
-    {"prompt": [2, 318, 825], "max_new_tokens": 4, "graphs": False},  # shorter than prefill takes
+    {"prompt": [2, 318, 825], "max_new_tokens": 4, "graphs": False},  # shorter than min-prefill
 ]
 pytestmark = [
     pytest.mark.whole,

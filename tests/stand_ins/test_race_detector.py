@@ -8,13 +8,13 @@ from race_detector import Detector
 from race_hooks import watching
 from triton_interpreter import interpreted
 
-pytestmark = pytest.mark.races(())  # they watch for themselves
+pytestmark = pytest.mark.races(())  # each test starts a detector of its own
 N = 16
 
 
 @triton.jit
 def _handed_over(X, DATA, FLAG, OUT, SEM: tl.constexpr, SCOPE: tl.constexpr, BEFORE: tl.constexpr, USED: tl.constexpr):
-    # each program leaves its numbers, the last one adds them
+    # each program stores its numbers, and the last one adds them all
     at, me = tl.arange(0, 16), tl.program_id(0)
     tl.store(DATA + me * 16 + at, tl.load(X + me * 16 + at))
     if BEFORE:

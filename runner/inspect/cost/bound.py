@@ -7,7 +7,7 @@ kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at leas
 - issue: the warp instructions divided by four schedulers per SM, or those of the ALU divided by half as many up to
   sm_90, whichever takes longer; for a kernel with a matmul, those of its main loop;
 - latency: the same bytes, with at most as many in flight as the blocks that fit on the GPU have requested; after
-  attention, the loads that add the partial sums of its programs, in the last program or in a launch of its own.
+  attention, the loads that add the partial sums of its programs, in the last program or in a separate launch.
 
 KV caches are read up to ``context`` tokens, or a sliding layer's window if that is shorter. Without a context they are
 left out. Rows are assumed to choose different experts as far as possible, which reads the most weights; a call whose
@@ -39,7 +39,7 @@ LATENCY_SECONDS = 0.5e-6
 """The least latency of a load from memory. On a busy H200 the first one took 1 us."""
 WARP, SCHEDULERS = 32, 4
 SUMS_AHEAD = 2
-"""The chunks whose sums attention's last program loads at a time."""
+"""The number of chunks whose sums attention's last program loads at a time."""
 
 
 def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...], context: int = 0) -> dict[str, Any]:
@@ -59,7 +59,9 @@ def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...], context: in
             f"--context {context}: the artifact holds {metadata.max_seq_len} tokens: type as many or fewer"
         )
     if context and not any(entry.get("cache") for method in launches.values() for entry in method["launches"]):
-        raise ValueError(f"{model}: its export.json does not have what attention reads of the caches: export it again")
+        raise ValueError(
+            f"{model}: its export.json lacks the bytes of the caches that attention reads: export it again"
+        )
     steps = math.ceil(metadata.chain_len / metadata.proposals)
     return cost(launches, cuda_kernels(model), gpus, steps, Context(context, metadata.max_seq_len))
 
@@ -98,7 +100,8 @@ class Issued(NamedTuple):
 
 
 def chunks(positions: int, chunk: int, equal: int) -> int:
-    """Return the number of chunks that ``positions`` are in; see ``kernels/attention.py`` of the exporter."""
+    """Return the number of chunks into which attention divides ``positions``; see ``kernels/attention.py`` of the
+    exporter."""
     if not equal or positions <= equal * chunk:
         return math.ceil(positions / chunk)
     doublings = math.ceil(math.log2(positions / (equal * chunk)))
@@ -216,7 +219,7 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
         adding = LATENCY_SECONDS * (2 + math.ceil(filled / sums["ahead"]))
         buffer_bytes = [*buffer_bytes, filled * sums["part_bytes"]]
     loop, passes = main_loop(code, products, warps) if products else (None, 1)
-    if loop:  # one iteration of the machine code does ``passes`` iterations of the source
+    if loop:  # one iteration in machine code is ``passes`` iterations in the source
         per_weight = loop.instructions * warps * WARP / (passes * products["weights"]) if not cache else None
         scale = warps * products["iterations"] / passes
         issued = Issued(loop.instructions * scale, loop.alu * scale)
@@ -257,7 +260,7 @@ def _lines(found: tuple[Load, ...]) -> dict[str, Any] | None:
 
 
 def main_loop(code: Code, products: Mapping[str, int], warps: int) -> tuple[Loop | None, int]:
-    """Return the loop with a kernel's matmul, and how many iterations of the source one iteration of it does.
+    """Return the loop with a kernel's matmul, and how many iterations of the source one of its iterations does.
 
     A kernel may have a loop for 8 rows and one for 16. Of the loops with enough multiply-adds, this is the one with the
     fewest.

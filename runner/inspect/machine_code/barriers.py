@@ -33,8 +33,8 @@ NO_BARRIER = "with no barrier on a path between them"
 OVERWRITTEN = f"stored by two threads, {NO_BARRIER}"
 UNRELEASED = f"stored by all threads, then released by an atomic of one, {NO_BARRIER}"
 CACHED = "stored, then loaded by a load that is for constants (ld.global.nc)"
-WEAK = "stored, then loaded behind an atomic that does not release and acquire for the GPU"
-UNFOLLOWED = "stored by other blocks, then loaded with no barrier behind the atomic that acquires it"
+WEAK = "stored, then loaded after an atomic that does not release and acquire for the GPU"
+UNFOLLOWED = "stored by other blocks, then loaded with no barrier after the atomic that acquires it"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class _Kernel:
         name, _ = self.flow.instructions[at].place
         found = self.flow.bases.get(name, frozenset())
         if not found:
-            raise ValueError(f"PTX {self.flow.instructions[at]}: the argument from which {name} comes is not seen")
+            raise ValueError(f"PTX {self.flow.instructions[at]}: the argument from which {name} comes is unknown")
         return found
 
     @cached_property
@@ -134,7 +134,7 @@ class _Kernel:
                 cached = "nc" in self.flow.instructions[at].parts
                 for stores, what in ((stored if cached else 0, CACHED), (weakly, WEAK), (unfollowed, UNFOLLOWED)):
                     yield from self._met(at, stores, what)
-            if kind == STORE:  # those of other iterations are among the recent ones, if no barrier lies between
+            if kind == STORE:  # ``recent`` has the store itself if no barrier separates iterations
                 yield from self._overwritten(at, at, together=True)
             if kind == ATOMIC and is_strong(self.flow.instructions[at]):
                 yield from self._unreleased(at, recent)
@@ -188,7 +188,7 @@ def access_of(instruction: Instruction) -> str | None:
     """
     kind, *parts = instruction.parts
     if kind == "call" and not any(name in operand for operand in instruction.operands for name in FUNCTIONS):
-        raise ValueError(f"PTX {instruction}: {instruction.name} {' '.join(instruction.operands)} is not read")
+        raise ValueError(f"PTX {instruction}: {instruction.name} {' '.join(instruction.operands)} is not supported")
     if kind not in MEMORY or kind == "cp" and parts[1:2] and parts[1] in ASYNC_GROUPS:
         return None
     copies = kind == "cp" and parts[:2] in (["async", "ca"], ["async", "cg"])
@@ -198,7 +198,7 @@ def access_of(instruction: Instruction) -> str | None:
         return STORE if kind == "st" else ATOMIC
     if kind in ("ld", "st", "atom", "red") and any(part.split("::")[0] in HARMLESS for part in parts):
         return None
-    raise ValueError(f"PTX {instruction}: {instruction.name} is not read: its memory space is not seen")
+    raise ValueError(f"PTX {instruction}: {instruction.name} is not supported: its memory space is unknown")
 
 
 def is_barrier(instruction: Instruction) -> bool:

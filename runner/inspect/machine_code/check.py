@@ -142,7 +142,7 @@ def _blocks(
     """Yield the faults of blocks on the artifact's architecture, and of kernels that differ from ``export.json``."""
     for gpu in gpus_of(arch)[:1]:
         if arch not in runs_on:
-            yield Found("blocks", "", f"a kernel has no code that {arch} runs, for which the artifact is made")
+            yield Found("blocks", "", f"a kernel has no code for {arch}, the artifact's architecture")
         for method, entries in taken.items():
             for line in excesses({method: entries}, f"sm_{gpu.arch}", gpu.shared_memory_per_block):
                 yield Found("blocks", method, line)

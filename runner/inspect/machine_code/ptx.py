@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 LINE, SECTOR, WARP = 128, 32, 32
-TENSOR = 40  # bits of an address below the number of the parameter that it is in
+TENSOR = 40  # an address holds the number of its parameter above this many bits
 
 STATEMENT = re.compile(
     r"^[^\S\n]*(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)[^\S\n]*([^;\n]*?)[^\S\n]*;|^(\$L\w+):", re.MULTILINE
@@ -112,7 +112,8 @@ class _Kernel:
         return self.statements[start:end]
 
     def load(self, statement: Statement) -> Load | None:
-        """Return None for another instruction, a load that no thread executes, and one whose addresses are unknown."""
+        """Return the load that a statement makes; None for another instruction, for a load that no thread executes, and
+        for one whose addresses are unknown."""
         load = LOAD.match(statement.name)
         if not load and not COPY.match(statement.name):
             return None
@@ -128,7 +129,8 @@ class _Kernel:
         return Load(int(at[0] >> TENSOR) - 1, size, *np.mean(found, axis=0).tolist())
 
     def _executed(self, statement: Statement) -> bool:
-        """Return True if any thread may execute the load. The compiler leaves some loads whose mask is always off."""
+        """Return True if any thread may execute the load. The compiler keeps some loads whose mask is off in every
+        thread."""
         try:
             return not statement.predicate or bool((self.value(statement.predicate) != bool(statement.negated)).any())
         except Unknown:
@@ -137,7 +139,7 @@ class _Kernel:
     def value(self, name: str) -> Values:
         """Return the value of a register or an operand. Raises Unknown."""
         if name not in self.known:
-            self.known[name] = None  # remains if the value is unknown or depends on itself
+            self.known[name] = None  # stays None if the value is unknown or depends on itself
             self.known[name] = self._worked_out(name)
         found = self.known[name]
         if found is None:
@@ -235,7 +237,7 @@ def _type(modifier: str) -> tuple[int, bool] | None:
 
 
 def _of_bits(value: Values, bits: int, signed: bool) -> Values:
-    """Return the low ``bits`` of ``value`` as a number."""
+    """Return the lowest ``bits`` bits of ``value`` as a number."""
     if bits == 64:
         return value
     low = value & (1 << bits) - 1

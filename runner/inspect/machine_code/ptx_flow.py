@@ -54,14 +54,15 @@ class Instruction:
 
     @cached_property
     def targets(self) -> list[str]:
-        """Return the registers that it assigns: those of its first operand, unless that is an address (a store)."""
+        """Return the registers that the instruction assigns: those of its first operand, unless that is an address (a
+        store)."""
         if not self.operands or self.operands[0].startswith("["):
             return []
         return REGISTER.findall(self.operands[0])
 
     @cached_property
     def sources(self) -> list[str]:
-        """Return the registers and variables whose values it reads."""
+        """Return the registers and variables whose values the instruction reads."""
         found = [word for operand in self.operands[1:] for word in re.findall(r"[%\w$.]+", operand)]
         return [word for word in found if REGISTER.fullmatch(word) or NAME.fullmatch(word)]
 
@@ -129,7 +130,7 @@ class Flow:
         if kind in BRANCHES:
             places = self.labels.get(instruction.operands[0])
             if kind != "bra" or not places:
-                raise ValueError(f"PTX {instruction}: {instruction.name} {instruction.operands[0]} is not read")
+                raise ValueError(f"PTX {instruction}: {instruction.name} {instruction.operands[0]} is not supported")
             yield min(
                 places, key=lambda place: abs(place - at)
             )  # inline assembly repeats labels, in scopes of a few lines

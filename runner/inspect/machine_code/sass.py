@@ -103,7 +103,7 @@ def read_codes(fatbins: Iterable[bytes]) -> dict[bytes, Code]:
 
 
 def read_usages(fatbins: Iterable[bytes]) -> dict[bytes, Usage]:
-    """Read the resources of each fatbin's kernel without disassembling it. Raises as ``read_codes``."""
+    """Read the resources of each fatbin's kernel without disassembling it. Raises the errors of ``read_codes``."""
     return _read_all(fatbins, ("-res-usage", "-ptx"), parse_usage)
 
 

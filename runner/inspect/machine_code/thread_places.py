@@ -18,7 +18,7 @@ from eagle3.runner.inspect.machine_code.ptx_flow import Flow, Instruction
 
 COPIES = ("mov", "cvt", "cvta")
 BETWEEN_LANES = ("shfl", "vote", "match", "redux", "activemask", "elect", "mma", "wmma", "ldmatrix", "stmatrix")
-"""Instructions by which the threads of a warp see each other's registers."""
+"""Instructions by which the threads of a warp read each other's registers."""
 WARP = 32
 FLOAT = re.compile(r"(f|bf|tf|e)\d")
 NAMED = re.compile(r"[%\w.-]+")
@@ -128,12 +128,12 @@ class Places:
         return self._may_hold(found[0]) if true and len(found) == 1 else np.ones(self.flow.threads, dtype=bool)
 
     def _may_hold(self, comparison: Instruction) -> np.ndarray:
-        """Return bool [threads]:
+        """Return bool [threads]: False where a comparison with a number cannot hold, whatever the common values are.
 
-        False where a comparison with a number cannot hold, whatever the common values are. The sum's remainder modulo
-        the divisor of its common part is known. That remainder can refute an equation, and also an upper bound of an
-        unsigned sum, which is no smaller than its remainder. If the divisor is a power of 2, this also holds for sums
-        that overflow. A signed sum whose common part is not negative is no smaller than its part by thread.
+        The sum's remainder modulo the divisor of its common part is known. It can refute an equation, and also an upper
+        bound of an unsigned sum, which is no smaller than its remainder. If the divisor is a power of 2, this also
+        holds for sums that overflow. A signed sum whose common part is not negative is no smaller than its part by
+        thread.
         """
         may = np.ones(self.flow.threads, dtype=bool)
         if comparison.parts[0] != "setp" or comparison.predicate or len(comparison.parts) != 3:
@@ -187,7 +187,7 @@ class Places:
     def value(self, name: str) -> Value:
         """Return the value of a register or an operand. Raises Unknown."""
         if name not in self.known:
-            self.known[name] = None  # remains if the value is unknown or depends on itself
+            self.known[name] = None  # stays None if the value is unknown or depends on itself
             self.known[name] = self._worked_out(name)
         found = self.known[name]
         if found is None:

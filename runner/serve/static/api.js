@@ -33,13 +33,13 @@ export async function model() {
   return (await answer.json()).data[0];
 }
 
-// How many requests wait for a model. Throws a Problem where the server does not say.
+// Returns the number of requests that wait for a model. Throws a Problem if the server does not report it.
 export async function waiting() {
   const text = await (await asked("metrics")).text();
   return Number(/^vllm:num_requests_waiting\S* (\S+)$/m.exec(text)?.[1] ?? 0);
 }
 
-// The chunks of a streamed chat completion. Throws a Problem for what the server refuses, or fails at on the way.
+// Yields the chunks of a streamed chat completion. Throws a Problem if the server refuses the request or fails later.
 export async function* chat(body, signal) {
   const asks = { ...body, stream: true, return_speculation: true, stream_options: { include_usage: true } };
   const answer = await asked("v1/chat/completions", { method: "POST", body: JSON.stringify(asks), signal });

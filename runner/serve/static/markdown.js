@@ -1,12 +1,12 @@
-// Markdown as elements of the page, whose text still shows who wrote each token. marked.esm.js parses; this makes the
-// elements, so that no text of a model is ever HTML, and nothing is loaded: an image is a link.
+// Shows Markdown as elements of the page, in which each token still has its author. marked.esm.js parses, and this file
+// makes the elements. No text of a model is ever used as HTML, and nothing is loaded: an image becomes a link.
 
 import { Lexer } from "./marked.esm.js";
 
 const LINK = /^(https?|mailto):/i;
 const ENTITY = /(&(?:#\d{1,7}|#x[\da-f]{1,6}|[a-z]\w{1,30});)/i;
-// Text that means Markdown and nothing else: a fence, a heading of two # or more, bold, a table, a link. A program has
-// bullets, single # and back quotes too, and has to be shown as it is.
+// Signs that occur only in Markdown: a fence, a heading of two # or more, bold, a table, a link. Bullets, a single #
+// and back quotes also occur in programs, which must be shown unchanged.
 const SIGNS = [
   /^ {0,3}(```|~~~)/m,
   /^#{2,6} \S/m,
@@ -24,7 +24,7 @@ export function made(name, className, parent) {
   return element;
 }
 
-// A stretch of the answer: its text, and where in the answer each of its characters stands.
+// A part of the answer: its text, and the index in the answer of each of its characters.
 class Stretch {
   constructor(text, places) {
     this.text = text;
@@ -39,7 +39,7 @@ class Stretch {
     return new Stretch(this.text.slice(from, to), this.places.subarray(from, to));
   }
 
-  // What is left of this where the beginnings of lines are left out: quotes, bullets, indentation.
+  // Returns the part `text` of this stretch, which lacks the beginnings of lines: quotes, bullets, indentation.
   lines(text) {
     const places = new Int32Array(text.length);
     const own = this.text.split("\n");
@@ -62,7 +62,8 @@ class Stretch {
     return new Stretch(text, places);
   }
 
-  // What is left of this where characters are left out that the text does not begin with: bars of a table, backslashes.
+  // Returns the part `text` of this stretch, which lacks single characters (bars of a table, backslashes), and the index
+  // in this stretch after that part.
   letters(text) {
     const places = new Int32Array(text.length);
     let at = -1;
@@ -76,24 +77,24 @@ class Stretch {
 
 const rawOf = (tokens) => tokens.map(({ raw }) => raw).join("");
 
-// The elements of one answer.
+// Makes and updates the elements of one answer.
 export class Markdown {
   constructor(root) {
     this.root = root;
-    this.blocks = []; // those on the page: their source, and the element of each
+    this.blocks = []; // the blocks on the page: the source and the element of each
   }
 
-  // Show an answer as far as it goes: `ends` and `drafted` have for each token where its text ends, and whether the draft
-  // wrote it. Blocks that have not changed stay. Throws where the parser gives up.
+  // Shows the answer so far. For each token, `ends` has the end of its text, and `drafted` is true if the draft wrote
+  // it. Unchanged blocks are kept. Throws if the parser fails.
   show(text, ends, drafted) {
     this.ends = ends;
     this.drafted = drafted;
-    const source = text.replace(/\r/g, " "); // of the same length
+    const source = text.replace(/\r/g, " "); // keeps the length
     const tokens = new Lexer().lex(source);
     const links = Object.keys(tokens.links).length;
     const kept = links === this.links ? tokens.findIndex(({ raw }, number) => raw !== this.blocks[number]?.raw) : 0;
     this.links = links;
-    if (kept < 0) return; // all of it stands there
+    if (kept < 0) return; // nothing has changed
     for (const { element } of this.blocks.splice(kept)) element?.remove();
     let from = rawOf(tokens.slice(0, kept)).length;
     for (const token of tokens.slice(kept)) {
@@ -135,7 +136,7 @@ export class Markdown {
     else if (type === "table") this.table(token, stretch, parent);
     else if (type === "code") {
       const shown = made("pre", "", parent);
-      shown.tabIndex = 0; // the keyboard scrolls it
+      shown.tabIndex = 0; // so that the keyboard can scroll it
       const fence = token.codeBlockStyle === "indented" ? 0 : stretch.text.indexOf("\n") + 1;
       this.say(stretch.slice(fence).lines(text), made("code", "", shown));
     } else this.say(stretch, made("p", "", parent)); // HTML, as it was written
@@ -159,7 +160,7 @@ export class Markdown {
         this.line(cell.tokens, part, box);
         at += length;
       });
-      if (cells === header) at = places[0] + places[1]; // behind the line of dashes
+      if (cells === header) at = places[0] + places[1]; // after the line of dashes
     }
   }
 
@@ -198,7 +199,7 @@ export class Markdown {
     }
   }
 
-  // Append a text, cut into its tokens.
+  // Appends a text, split into its tokens.
   say({ text, places }, parent) {
     let from = 0;
     while (from < text.length) {

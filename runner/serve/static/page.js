@@ -5,15 +5,15 @@ import { Reply } from "./reply.js";
 
 const DIALOGUE = `eagle3-serve-dialogue ${location.pathname}`;
 const at = (id) => document.getElementById(id);
-const turns = []; // of the dialogue: a question's text and element, its reply, whether it is under way
-let leaving = null; // of the answer under way
+const turns = []; // for each question: its text and element, its reply, and `asked`, true while the reply is generated
+let leaving = null; // aborts the answer that is being generated
 let context = Infinity; // tokens
-let gone = false; // the page is left: what its requests come to is none of the dialogue's
+let gone = false; // true once the reader leaves the page: results of running requests are then ignored
 
 const number = (id) => (at(id).value === "" ? undefined : Number(at(id).value));
 const asMarkdown = () => ({ always: true, never: false })[at("markdown").value];
 
-// Markdown from the first word on where an answer before was.
+// A new reply is shown as Markdown from its first word if an earlier answer was Markdown.
 const expected = () => asMarkdown() ?? (turns.some(({ reply }) => reply?.markdown) || undefined);
 
 function messages() {
@@ -31,7 +31,7 @@ function show() {
   const drafts = sum("proposing");
   at("acceptance").textContent = drafts ? (1 + sum("accepted") / drafts).toFixed(2) : "–";
   at("share").textContent = sum("tokens") ? `${Math.round((100 * sum("drafted")) / sum("tokens"))}%` : "–";
-  const seconds = sum("seconds"); // an answer that comes as one burst of the network has no rate
+  const seconds = sum("seconds"); // an answer that arrives all at once has no rate
   at("rate").textContent = seconds >= 0.05 ? Math.round(sum("tokens") / seconds) : "–";
 }
 
@@ -59,7 +59,7 @@ function button(text, className, parent, click) {
   element.addEventListener("click", click);
 }
 
-// Browsers have a clipboard only on encrypted pages, and on those of this machine.
+// Browsers offer the clipboard only to encrypted pages and to pages of this machine.
 async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const field = made("textarea", "unseen", document.body);
@@ -75,8 +75,8 @@ function busy(is) {
   if (!is && !matchMedia("(pointer: coarse)").matches) at("words").focus({ preventScroll: true });
 }
 
-// Say what an answer waits for, until the function is called that is returned. Requests are taken in their order: once
-// none waited, this one is being read.
+// Shows the reason why an answer has not begun, until the returned function is called. Requests are served in order, so
+// once no request waits, the model reads this one.
 function saying(reply) {
   const begun = performance.now();
   let reading = false;
@@ -96,7 +96,7 @@ function saying(reply) {
   };
 }
 
-// Have a question answered, or answered again. What was there before comes back where nothing is said.
+// Requests the answer to a question, or a new one. An earlier answer comes back if the new one stays empty.
 async function answer(turn) {
   at("welcome").hidden = true;
   at("problem").hidden = true;
@@ -127,7 +127,7 @@ async function answer(turn) {
     if (error.name !== "AbortError") problem = error;
   }
   told();
-  if (leaving !== mine) return; // the dialogue was begun anew meanwhile
+  if (leaving !== mine) return; // a new dialogue was begun meanwhile
   leaving = null;
   turn.asked = false;
   const full = reply.context >= context;
@@ -176,7 +176,7 @@ function clear() {
   busy(false);
 }
 
-// A dialogue lasts as long as its tab, as the key does. One that is too long for the browser's store is not kept.
+// A dialogue is kept as long as its tab, and so is the key. It is not kept if it is too long for the browser's storage.
 function save() {
   if (gone) return;
   const options = {};

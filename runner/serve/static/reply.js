@@ -1,19 +1,19 @@
-// One answer on the page: its tokens, who wrote each, and its rounds. What a model says is only ever set as text.
+// Shows one answer: its tokens, the author of each, and its rounds. Text of a model is inserted as text, never as HTML.
 
 import { isMarkdown, made, Markdown } from "./markdown.js";
 
-const SHOWN = 160; // rounds
+const SHOWN = 160; // the most rounds that are drawn
 
 export class Reply {
-  // `markdown`: whether the answer is Markdown; undefined where it has to show itself to be.
+  // `markdown`: true if the answer is Markdown; undefined if its text decides.
   constructor(root, markdown) {
     this.root = root;
     this.markdown = markdown;
     this.text = "";
-    this.ends = []; // of each token of the text: where it ends, and whether the draft wrote it
+    this.ends = []; // for each token of the text, its end; `drafted` is true if the draft wrote it
     this.drafted = [];
     this.thought = []; // the tokens of the reasoning
-    this.proposals = []; // of each round: how many there were, and how many of them were accepted
+    this.proposals = []; // for each round, the numbers of proposed and of accepted tokens
     this.counts = { tokens: 0, drafted: 0, rounds: 0, proposing: 0, accepted: 0, seconds: 0 };
     this.thoughts = made("div", "thoughts", root);
     this.words = made("div", "words", root);
@@ -23,8 +23,8 @@ export class Reply {
     this.figures = made("span", "figures", told);
     this.begun = 0;
     this.reason = "";
-    this.context = 0; // the tokens of the dialogue up to the answer's end
-    this.drawn = 0; // tokens of the text on the page
+    this.context = 0; // the number of tokens of the dialogue up to the answer's end
+    this.drawn = 0; // the number of tokens that are on the page
   }
 
   take(chunk) {
@@ -45,7 +45,7 @@ export class Reply {
     const now = performance.now();
     this.begun ||= now;
     this.counts.seconds = (now - this.begun) / 1000;
-    this.counts.tokens += accepted + 1; // until the server tells its own count
+    this.counts.tokens += accepted + 1; // until the server reports its own count
     this.bar(proposed, accepted);
     this.figures.textContent = this.summary;
   }
@@ -83,7 +83,7 @@ export class Reply {
     made("span", drafted ? "token drafted" : "token", parent).textContent = text;
   }
 
-  // Markdown is drawn once a frame, other text as it comes.
+  // Markdown is drawn once per frame, other text as it arrives.
   draw() {
     if (this.markdown ??= isMarkdown(this.text) || undefined) {
       this.frame ??= requestAnimationFrame(() => this.drawMarkdown());
@@ -107,11 +107,11 @@ export class Reply {
     try {
       this.blocks.show(this.text, this.ends, this.drafted);
     } catch {
-      this.drawAs(false); // nested too deep for the parser
+      this.drawAs(false); // the parser fails on text that is nested too deep
     }
   }
 
-  // Draw the text anew, as Markdown or as it is; undefined: as it shows itself to be.
+  // Draws the text again, as Markdown or as plain text; if `markdown` is undefined, the text decides.
   drawAs(markdown) {
     this.markdown = markdown;
     this.blocks = null;
@@ -127,7 +127,7 @@ export class Reply {
     return `${tokens} tokens in ${rounds} rounds${length}${this.ending ? `; ${this.ending}` : ""}`;
   }
 
-  // The reason why the answer is not whole, in words.
+  // The reason why the answer is incomplete, for the reader.
   get ending() {
     const reasons = {
       full: "it ends where the context is full",
@@ -147,7 +147,7 @@ export class Reply {
     this.rounds.setAttribute("aria-label", this.summary);
   }
 
-  // What `restore` needs to draw the answer again.
+  // Returns the data from which `restore` draws the answer again.
   get kept() {
     const { text, ends, drafted, thought, proposals, counts, reason, context } = this;
     return { text, ends, drafted, thought, proposals, counts, reason, context };

@@ -87,7 +87,7 @@ def test_none_of_400_flipped_bytes_reaches_the_runtime(copied, not_loaded):
         flip(model, position)
     assert len(lines) == 400
     assert all(str(model) in line and "\n" not in line and "copy or export it again" in line for line in lines)
-    with pytest.raises(AssertionError, match="got to the program"):  # whole again
+    with pytest.raises(AssertionError, match="got to the program"):  # the file is undamaged again
         open_artifact(copied)
 
 

@@ -259,7 +259,7 @@ def test_first_tokens_of_equal_prompts_agree_as_often_as_independent_samples(fre
     drawn = Counter(record["token_ids"][0] for record in found)
     equal = sum(times * (times - 1) / 2 for times in drawn.values())
     assert abs(equal - pairs * squares) < 4 * variance**0.5
-    assert squares < 0.2  # chance is not one
+    assert squares < 0.2  # equal tokens are not certain
 
 
 def test_a_batch_result_equals_a_single_run_with_its_mixed_seed(fresh, files):

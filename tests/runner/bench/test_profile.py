@@ -45,17 +45,17 @@ def test_the_profiled_parts_of_each_method_add_up_to_it(profile):
 
 def test_a_profiled_window_reads_the_same_weights_as_a_token(profile):
     verify, decode = (profile["methods"][name] for name in (TARGET_VERIFY, DECODE))
-    assert verify["weight_bytes"] == decode["weight_bytes"] > 4 * 2048 * 256  # the vocabulary's alone
+    assert verify["weight_bytes"] == decode["weight_bytes"] > 4 * 2048 * 256  # the lm_head's
     assert verify["rows"] == 4
-    assert verify["multiply_adds"] == 4 * decode["multiply_adds"] == decode["weight_bytes"]  # float32
+    assert verify["multiply_adds"] == 4 * decode["multiply_adds"] == decode["weight_bytes"]  # a weight has 4 bytes
 
 
 def test_a_profiled_fused_round_reads_and_multiplies_as_much_as_its_steps(family_exports):
     methods = profile_of(family_exports / "llama3.1-8B" / "out")["methods"]
     whole, verify, draft = (methods[name] for name in (SPECULATE, TARGET_VERIFY, DRAFT_DECODE))
     assert whole["rows"] == verify["rows"] == 3 and sum(part["ms"] for part in whole["parts"]) > 0
-    assert whole["weight_bytes"] == verify["weight_bytes"] + 2 * draft["weight_bytes"]  # three slots, then one
-    # not to the last one: rotations have a row a head, and a chain has one row of ids
+    assert whole["weight_bytes"] == verify["weight_bytes"] + 2 * draft["weight_bytes"]  # draft calls of 3 slots and 1
+    # Not exactly equal: rotary embeddings have a row per head, and a chain computes the ids of one row.
     by_row = verify["multiply_adds"] + (3 + 1) * draft["multiply_adds"]
     assert whole["multiply_adds"] == pytest.approx(by_row, rel=0.2)
     assert "speculate, 3 rows: " in method_text(SPECULATE, whole)

@@ -148,11 +148,11 @@ def test_a_ring_of_unknown_length_is_not_reused(cached):
 @pytest.mark.parametrize(
     ("kept", "fresh", "reused"),
     [
-        (44, 2, 43),  # nothing of it is committed but what is before the last window
+        (44, 2, 43),  # only positions before the last window are committed
         (41, 30, 41),
-        (30, 30, 24),  # the state that the prompt's chunk saved
-        (30, 3, 0),  # too few tokens for the long chunk that reads it
-        (20, 40, 0),  # before what was saved
+        (30, 30, 24),  # continues from the state that the prompt's chunk saved
+        (30, 3, 0),  # too few tokens for a long chunk, which reads that state
+        (20, 40, 0),  # the saved state is after the common prefix
     ],
 )
 def test_recurrent_layers_continue_from_uncommitted_positions_or_the_saved_state(kept, fresh, reused):

@@ -60,7 +60,7 @@ def test_the_lookup_finds_the_place_with_the_most_tokens_in_common(random: Rando
                     ahead = index.ahead(7)
                     if common < SHORTEST:
                         assert ahead == []
-                    else:  # what it proposes stood behind as many tokens, or goes on as the text between them
+                    else:  # the proposals follow an equally long match, or repeat the text after it
                         text = index.tokens + ahead
                         starts = [
                             at
@@ -97,7 +97,7 @@ def test_removed_tokens_give_no_proposals():
     assert index.common() == 0
 
 
-@pytest.mark.parametrize("before", [[1, 2, 3], [7, 8, 9]])  # of the second, no token taken back leads to that place
+@pytest.mark.parametrize("before", [[1, 2, 3], [7, 8, 9]])  # the second leaves no key of the index to remove
 def test_an_interrupted_addition_of_tokens_leaves_the_index_valid(before):
     """After an interruption such as Ctrl-C, the index has a place whose token is not in the text."""
     index = TextIndex()
@@ -111,7 +111,7 @@ def test_an_interrupted_addition_of_tokens_leaves_the_index_valid(before):
     with pytest.raises(KeyboardInterrupt):
         index.add([3])
     index.tokens = list(index.tokens)
-    shorter = [2, 1, 2, 3]  # the place that was left lies behind its end
+    shorter = [2, 1, 2, 3]  # the place that the interruption left is beyond its end
     for text in (shorter, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]):
         index.become(text)
         assert index.ahead(1) == ([] if text is shorter else [5])
@@ -274,7 +274,7 @@ def test_generations_with_lookup_and_shared_caches_give_the_tokens_of_single_gen
     metadata, (target, draft) = random_metadata(random), random_speculator(random)
     metadata = replace(metadata, verify_rows=random.choice([None, random.randint(metadata.chain_len + 1, 16)]))
     draft_window = metadata.draft_sliding_window and metadata.draft_sliding_window - metadata.proposals + 1
-    for most in filter(None, (metadata.sliding_window, draft_window)):  # a window is no longer than a ring allows
+    for most in filter(None, (metadata.sliding_window, draft_window)):  # the longest window that the ring caches allow
         metadata = replace(metadata, verify_rows=min(metadata.window, most))
     session, cached, said = ScriptedSession(metadata, target, draft), CachedTokens(), [[]]
     choice = Often(metadata.chain_len, metadata.window - 1, random)
@@ -475,7 +475,7 @@ def test_samples_over_seeds_with_the_lookup_have_the_targets_probabilities():
         proposed += result.stats.num_lookup_drafts
     expected = 1500 * logits[0, :4].double().softmax(-1)
     assert proposed >= 1500
-    assert ((counts - expected) ** 2 / expected).sum() < 24  # 3 degrees of freedom: passed once in 40,000
+    assert ((counts - expected) ** 2 / expected).sum() < 24  # 3 degrees of freedom: chance exceeds this once in 40,000
 
 
 class Zeros(LookupChoice):

@@ -152,7 +152,7 @@ def test_speculation_that_does_not_pay_is_turned_off_with_a_note_and_turned_on_a
     assert lengths[-100:].count(3) > 80 and chain.note is None
 
 
-# --- what it is told of rounds
+# --- the recorded rounds
 
 
 class Clock:
@@ -204,7 +204,7 @@ def test_the_next_turn_reuses_a_turn_without_speculation():
     assert again.stats.reused_prompt_tokens >= len(PROMPT)
 
 
-# --- what is accepted
+# --- acceptance rates
 
 
 def conditional(tokens):

@@ -26,8 +26,8 @@ def greedy(prefix):
 
 
 class Rounding(ScriptedSession):
-    """A session whose logits differ by one, and by ``margin`` at position ``AT``. There the two best ones are swapped
-    in calls with ``(method, rows)`` in ``odd``, in any row."""
+    """A session whose two best logits differ by 1, but by ``margin`` at position ``AT``, where calls with ``(method,
+    rows)`` in ``odd`` swap them in every row."""
 
     def __init__(self, odd=(), margin=1e-5, has_logits=True, **metadata):
         super().__init__(replace(scripted_metadata(**metadata), has_logits=has_logits), greedy, greedy)
@@ -83,8 +83,8 @@ def test_a_wrong_token_of_the_artifact_is_a_real_difference_and_its_methods_agre
     assert divergence.near_tie is divergence.reproduced is False
     windows = {(TARGET_VERIFY, rows, row) for rows in (2, 3, 4) for row in range(rows)}
     assert by(divergence, said[7]) == {(DECODE, 1, 0), (PREFILL, 27, 26), *windows}
-    assert divergence.threshold == 1e-3  # float32
-    assert divergence.relative_margin > 0.01  # of the shipped model, which is not that undecided here
+    assert divergence.threshold == 1e-3  # the tolerance of float32
+    assert divergence.relative_margin > 0.01  # the shipped model has no near-tie here
     for each in divergence.said:
         assert each.moved < 1e-4
         assert abs(each.margin - divergence.margin) < 1e-3
@@ -98,7 +98,7 @@ def test_a_near_tie_is_reported_with_the_methods_that_round_differently():
     assert (divergence.token, divergence.replayed) == ((token + 1) % VOCABULARY, token)
     assert divergence.near_tie is divergence.reproduced is True
     assert divergence.margin == pytest.approx(1e-5, rel=0.1)
-    assert divergence.moved == pytest.approx(2 * divergence.relative_margin)  # they changed places
+    assert divergence.moved == pytest.approx(2 * divergence.relative_margin)  # the two logits changed places
     assert by(divergence, divergence.token) == {(TARGET_VERIFY, 4, row) for row in range(4)}
     others = {(TARGET_VERIFY, rows, row) for rows in (2, 3) for row in range(rows)}
     assert by(divergence, token) == {(DECODE, 1, 0), (PREFILL, 7, 6), *others}
@@ -138,7 +138,7 @@ def test_a_near_tie_of_fused_rounds_is_reported_with_speculate():
     divergence, own = found.divergence, found.divergence.said[-1]
     assert divergence.near_tie is divergence.reproduced is True and divergence.position == AT
     assert (own.method, own.speculated, own.token, own.moved) == (SPECULATE, True, divergence.token, None)
-    assert divergence.moved == pytest.approx(divergence.relative_margin)  # no other method says how far it moved
+    assert divergence.moved == pytest.approx(divergence.relative_margin)  # no other method gives this token
     said = f"  {divergence.token}: speculate of 4 rows (row {own.row + 1}) over speculation's caches"
     assert said in lines(found)
 
@@ -277,8 +277,8 @@ def test_a_seeded_choice_is_replayed_with_its_seed():
 
 
 def test_a_difference_caused_by_reused_caches_is_not_reported_as_reproduced():
-    """All but the last token of the second prompt is cached, so ``decode`` computes it; without a cache ``prefill``
-    would."""
+    """All tokens of the second prompt but the last are cached, so ``decode`` computes the last one; without a cache
+    ``prefill`` would compute it."""
     session, cached = Rounding(((DECODE, 1),)), CachedTokens()
     prompt = [*PROMPT, *greedy_sequence(greedy, PROMPT, AT - len(PROMPT))]
     complete(session, prompt[:-1], max_new_tokens=5, cached=cached)

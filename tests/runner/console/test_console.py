@@ -1,4 +1,4 @@
-"""A command's output arrives whatever its streams are; output that cannot arrive is reported in one line."""
+"""A command prints its output to every kind of standard stream, and reports in one line if it cannot print."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_a_closed_stdout_is_reported_in_one_line_before_any_work(tmp_path):
     done = run_through_shell(">&-", SMALL, tmp_path / "file")
     assert (done.returncode, done.stdout, (tmp_path / "file").exists()) == (1, b"", False)
     assert done.stderr.decode().splitlines() == [
-        "Error: stdout is closed, nothing could be printed: type >/dev/null to do without"
+        "Error: stdout is closed, nothing could be printed: type >/dev/null to discard the output"
     ]
     assert run_through_shell("<&- >&- 2>&-", SMALL, tmp_path / "file").returncode == 1
 

@@ -41,7 +41,8 @@ PROMPT = "5,6,7,8,9,10,11,12,13,14,15"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Use one thread, because a second one mostly spins in small multiplications, on a busy machine for very long."""
+    """Use one thread, because a second one mostly waits during small multiplications, which takes long on a busy
+    machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,7 +75,7 @@ def prompt_of(length: int) -> list[int]:
 # --- on the CPU, end to end
 
 
-# Alone, below the least prefill, at it, a whole chunk, one more, chunks and a rest that goes through verify windows.
+# One token; two that are fewer than min-prefill; min-prefill; a chunk; one token more; chunks and verify windows.
 @pytest.mark.first(2)
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 64, 65, 131])
 def test_pytorch_hosted_tokens_equal_transformers_greedy_tokens(length, hosted, reference):
@@ -104,7 +105,7 @@ def test_every_length_of_every_hosted_method_equals_eager(hosted, eager):
     width = eager.target_verify(torch.ones(1, 2, dtype=torch.long), torch.arange(2))[1].shape[-1]
     generator = torch.Generator().manual_seed(0)
     for name in METHODS:
-        position = 0  # of both caches: verify writes prefill's slots again
+        position = 0  # in each cache: target_verify writes the slots of prefill again
         least, most = row_bounds(hosted.metadata)[name]
         for rows in sorted({*range(least, min(most, least + 8) + 1), most}):
             tokens = torch.randint(5, 2000, (1, rows), generator=generator)
@@ -171,7 +172,7 @@ def test_the_capturable_entry_point_equals_the_container(hosted):
         run, free = method.capturable()
         inputs = [hosted._fitting(value) for value in values]
         expected = method(inputs)
-        for _ in range(2):  # it reads the caches that the container wrote, and those that it wrote itself
+        for _ in range(2):  # first over the container's caches, then over its own
             assert all(torch.equal(one, other) for one, other in zip(run(inputs), expected, strict=True))
         free()
 
@@ -197,8 +198,8 @@ def test_a_container_whose_constants_are_refused_is_freed_with_its_constants(hos
     tensor = given.clone()
     held = tensor._use_count()
     with pytest.raises(RuntimeError, match="UpdateUserManagedConstantBufferPairs failed"):
-        SingleThreaded(Counted(), torch.device("cpu"), {name: tensor})  # all others are lacking
-    assert made.count("CreateWithDevice") == made.count("Delete") == 2  # each is looked up once before it is called
+        SingleThreaded(Counted(), torch.device("cpu"), {name: tensor})  # all other constants are missing
+    assert made.count("CreateWithDevice") == made.count("Delete") == 2  # a lookup, then a call
     assert tensor._use_count() == held
 
 
@@ -350,7 +351,7 @@ def test_the_outputs_of_a_replay_survive_the_next_one(graphed):
     graphed.replay_graphs(lambda *given: OrderOfCalls().capture(*given))
     complete(graphed, prompt_of(20), max_new_tokens=40, stop_ids=[])
     one, other, again = (graphed.target_verify(torch.tensor([window]), graphed.positions[:4]) for window in WINDOWS)
-    for kept, between, same in zip(one[1:], other[1:], again[1:], strict=True):  # ids: the host has a copy of its own
+    for kept, between, same in zip(one[1:], other[1:], again[1:], strict=True):  # all outputs but the ids
         assert torch.equal(kept, same) and not torch.equal(kept, between)
 
 
@@ -362,7 +363,7 @@ def test_a_method_that_cannot_be_captured_runs_without_a_graph_and_is_logged_onc
     expected = complete(hosted, prompt_of(20), max_new_tokens=40).token_ids
     with caplog.at_level(logging.WARNING):  # commands disable it unless --verbose is given
         assert complete(graphed, prompt_of(20), max_new_tokens=40).token_ids == expected
-    said = "no CUDA graph of speculate, it runs without: operation not permitted when stream is capturing"
+    said = "no CUDA graph of speculate, which runs without one: operation not permitted when stream is capturing"
     assert caplog.messages == [said]
 
 
@@ -436,7 +437,7 @@ def test_missing_truncated_or_foreign_weights_are_refused(copied, cuda_artifact)
     with stored.open("r+b") as file:
         file.truncate(stored.stat().st_size // 2)
     assert "ends early" in run_fails(copied)
-    shutil.copy(cuda_artifact / WEIGHTS_FILE, stored)  # the same names, on another device
+    shutil.copy(cuda_artifact / WEIGHTS_FILE, stored)  # has the same names, on another device
     assert "lacks it" in run_fails(copied) and "different exports" in run_fails(copied)
     stored.unlink()
     assert f"{stored} is missing" in run_fails(copied)
@@ -519,7 +520,7 @@ def test_a_cpu_build_lacks_the_symbols_of_cuda_and_no_others(cuda_methods):
 
 def test_only_gpu_architectures_that_run_the_kernels_are_accepted(cuda_methods):
     libraries = {method.name: method.parsed for method in cuda_methods}
-    for capability in ((9, 0), (10, 0), (12, 0)):  # its own; later ones by PTX
+    for capability in ((9, 0), (10, 0), (12, 0)):  # the artifact's own, and later ones by PTX
         torch_host_checks.check_architectures(libraries, capability, None)
     with pytest.raises(
         ValueError, match="the GPU is sm_80, kernel .* of prefill is made for .*sm_90.*--cuda-arch sm_80"

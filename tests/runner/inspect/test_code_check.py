@@ -227,7 +227,7 @@ def test_the_tables_of_symbols_equal_those_of_cuda_and_pytorch():
     header = (home / "include" / "cuda_runtime_api.h").read_text()
     assert set(re.findall(r"\bCUDARTAPI\s+(cuda\w+)\s*\(", header)) >= CUDA_RUNTIME
     own = {name for name in EXECUTORCH if not of_pytorch(name)}
-    assert all(re.search(r"plain_mm$", name) for name in own), own  # of all others PyTorch has the like
+    assert all(re.search(r"plain_mm$", name) for name in own), own  # PyTorch has all others
 
 
 # Blocks
@@ -268,16 +268,14 @@ def test_a_record_of_another_export_is_named(copied, recorded, quickly, delegate
     assert "prefill has no kernel _other_kernel_0, which export.json has" in faults(copied)
     kernel = next(iter(read_library(delegates[DRAFT_DECODE][1]).kernels))
     taken = {DRAFT_DECODE: [{"kernel": kernel, "threads": 96, "shared_bytes": 0}]}
-    code_check.read_usages = read_usages  # threads stand in the PTX; ``quickly`` takes it back
+    code_check.read_usages = read_usages  # the PTX has the threads; ``quickly`` restores its fake
     found = code_check.check_code({DRAFT_DECODE: [delegates[DRAFT_DECODE]]}, taken, None)["faults"]
     assert f"kernel {kernel} of draft_decode has 96 threads in export.json," in found[0]["what"]
 
 
 def test_code_for_another_architecture_is_named(delegates, quickly):
     found = code_check.check_code({name: [part] for name, part in delegates.items()}, {}, "sm_80")
-    assert "a kernel has no code that sm_80 runs, for which the artifact is made" in [
-        f["what"] for f in found["faults"]
-    ]
+    assert "a kernel has no code for sm_80, the artifact's architecture" in [f["what"] for f in found["faults"]]
 
 
 def test_blocks_that_are_too_large_are_named():

@@ -124,9 +124,9 @@ def test_half_rate_instructions_are_integer_comparison_and_bit_instructions():
         (4, {}, (16, 4, 16, 4), (16, 4, 16, 4)),
         (16, {}, (8, 2, 8, 2), (16, 4, 16, 4)),  # x is 8 bytes a thread
         (4, {"N_STRIDE": 1, "K_STRIDE": 4096}, (16, 4, 16, 4), (16, 4, 16, 4)),
-        (4, {"N_STRIDE": 128, "K_STRIDE": 64 * 128}, (16, 4, 16, 4), (2, 32, 32, 1)),  # nothing side by side
-        (4, {"N_STRIDE": 4096 + 32}, (16, 4, 16, 4), (16, 5, 16, 4)),  # every second row begins in half a line
-        (4, {"N_STRIDE": 4096 + 8}, (16, 4, 16, 4), (16, 5.75, 17, 4)),  # and in half a sector, 7 of 8 in a line
+        (4, {"N_STRIDE": 128, "K_STRIDE": 64 * 128}, (16, 4, 16, 4), (2, 32, 32, 1)),  # no two elements are adjacent
+        (4, {"N_STRIDE": 4096 + 32}, (16, 4, 16, 4), (16, 5, 16, 4)),  # every second row begins in the middle of a line
+        (4, {"N_STRIDE": 4096 + 8}, (16, 4, 16, 4), (16, 5.75, 17, 4)),  # rows begin within sectors
     ],
 )
 def test_the_l1_lines_of_a_load_are_computed_from_its_addresses(warps, strides, of_x, of_w):
@@ -280,7 +280,7 @@ def test_parts_of_a_whole_context_are_added_by_another_launch(counted):
 
 
 def test_no_time_is_counted_for_adding_parts_if_there_are_none(counted):
-    """This is so for a prefill, and for the record of an earlier export."""
+    """A prefill has none, nor has the record of an earlier export."""
     for changed in ({"sum_bytes": 0}, {"sum_steps": 0}):
         (kernel,) = counted(attention(**changed), context=Context(1000, 4096))["methods"][TARGET_VERIFY]["kernels"]
         blocks = 8 * math.ceil(1000 / 128)
@@ -292,7 +292,7 @@ def test_no_time_is_counted_for_adding_parts_if_there_are_none(counted):
 @pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 def test_a_cache_that_a_method_only_reads_is_not_counted_as_a_weight():
-    """In a process of its own, since it compiles attention before other tests compute with it."""
+    """The test runs in a process of its own, since it compiles attention before other tests compute with it."""
     done = subprocess.run([sys.executable, HELPERS / "reads_alone.py"], stdout=subprocess.PIPE, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     reads = [entry for entry in found["launches"] if entry["cache"]]
@@ -388,15 +388,15 @@ def test_inspect_cost_prints_tables_and_json(cuda_artifact, monkeypatch):
         assert word in text
 
 
-# Bars: what is reached is not lost. Lower them with what lowers it.
+# Upper bounds of the present cost, so that no change increases it. A change that reduces the cost lowers them.
 
 LAUNCHES_AT_MOST = {TARGET_VERIFY: 47, DRAFT_DECODE: 11, SPECULATE: 83}
 INSTRUCTIONS_PER_WEIGHT_AT_MOST = {
     ("int4", 8): 2.7, ("int4", 16): 4.1, ("int8", 8): 5.0, ("int8", 16): 6.4, ("bf16", 8): 2.0, ("bf16", 16): 3.0,
     ("q4_k", 8): 2.7, ("q4_k", 16): 3.5, ("q5_k", 8): 3.7, ("q5_k", 16): 4.6, ("q6_k", 8): 3.6, ("q6_k", 16): 4.5,
 }  # fmt: skip
-# How many tensors the main loop loads, and its lines by the fewest for the same bytes: of bf16 a row's quarter of a
-# block is half a line.
+# The number of tensors that the main loop loads, and its L1 lines divided by the fewest possible. bf16 loads half a
+# line at a time: a quarter of a block of one row.
 LINES_AT_MOST = {
     "int4": (4, 1.0), "int8": (4, 1.0), "bf16": (2, 2.0), "q4_k": (4, 1.0), "q5_k": (5, 1.0), "q6_k": (5, 1.0)
 }  # fmt: skip
@@ -411,7 +411,7 @@ def test_a_round_launches_no_more_kernels_than_its_limit(cuda_artifact):
 
 @pytest.mark.whole
 def test_no_matmul_kernel_of_a_round_spills(cuda_artifact):
-    """Fused kernels, whose disassembly takes as long and which hardly spill, are left to ``--cost``."""
+    """Fused kernels are left out: they take long to disassemble, and hardly spill. ``--cost`` reports them."""
     kernels = cuda_kernels(cuda_artifact / MODEL_FILE)
     fatbins = {
         (method, name): fatbin

@@ -7,7 +7,7 @@ from eagle3.runner.inspect.cost.estimate import GAP_SECONDS, MEASURED_ON, estima
 
 H200 = GPUS["H200"]
 INT4 = 0.578125
-"""Bytes of a weight."""
+"""The bytes of an INT4 weight with its share of scales and zero points."""
 ALONE = {  # export/lowering/cuda/README.md: bytes, us at 4 rows, us at 16 rows
     "gate and up": ("int4_small_m_kernel_0", 43008 * 5376 * INT4, 52.0, 81.2),
     "down": ("int4_small_m_kernel_1", 5376 * 21504 * INT4, 27.2, 41.9),

@@ -243,7 +243,7 @@ def test_inspect_reports_a_program_that_points_outside_itself_in_one_line(copied
     call = next(i.instr_args for i in plan.chains[0].instructions if hasattr(i.instr_args, "op_index"))
     call.op_index = len(plan.operators)
     model.write_bytes(bytes(serialize_pte_binary(pte)))
-    (copied / "export.json").unlink()  # it would say so first
+    (copied / "export.json").unlink()  # its sha256 would reveal the damage first
     code, line = fail_command(main, copied)
     assert code == 1
     assert "points outside itself" in line
@@ -256,4 +256,4 @@ def test_norms_and_rotary_embeddings_stay_inside_the_delegates(found):
         assert method["delegates"]["XnnpackBackend"]["count"] <= 3 * found["metadata"]["get_n_layers"]
         assert not {op.split(".")[0] for op in method["operators"]} & {"aten::mean", "aten::rsqrt"}
         slices = sum(count for op, count in method["operators"].items() if op.startswith("aten::slice_copy"))
-        assert slices == (name == PREFILL)  # its last row, for the logits
+        assert slices == (name == PREFILL)  # prefill takes its last row for the logits

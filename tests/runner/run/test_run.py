@@ -219,7 +219,7 @@ def test_an_interruption_ends_an_answer_and_never_the_dialogue(artifact):
     terminal.until(PROMPT)
     for seconds in (0, 0, 0, 0.001, 0.003, 0.01, 0.03):
         terminal.type("import os\n")
-        terminal.until("import os\r\n")  # the line is taken: what a terminal has not yet handed on goes with a Ctrl-C
+        terminal.until("import os\r\n")  # Ctrl-C would discard a line that was not yet read
         time.sleep(seconds)
         terminal.type("\x03")
         terminal.until(PROMPT)

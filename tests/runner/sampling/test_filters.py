@@ -99,7 +99,7 @@ def test_ids_equal_to_the_last_of_top_k_count_in_top_p():
     assert int((expected > 0).sum()) == 7
     for top_p in (0.3, 0.4, 0.6, 0.9):
         first = float(expected[0, 0, 0])
-        kept = [0] if top_p <= first else list(range(7))  # of equal ones all stay
+        kept = [0] if top_p <= first else list(range(7))  # equal ids are all kept
         for arrays, given in ((Host(), logits.numpy()), (CPU_TENSORS, logits)):
             least = thresholds(given, Sampling(1.5, top_k=2, top_p=top_p), arrays)
             assert np.flatnonzero(np.asarray(given >= least)[0, 0]).tolist() == kept, top_p

@@ -111,7 +111,7 @@ def test_sampling_any_logits_with_speculation_gives_the_text_without_it(data):
 def test_bench_sampling_times_the_real_choice():
     sampler = Sampler(Sampling(temperature=1.0, seed=2), replace(scripted_metadata(), has_logits=True), PROMPT)
     timed = Timed(sampler)
-    assert timed.greedy is False and Timed(Greedy()).greedy  # greedy rounds may be whole ones, which have no logits
+    assert timed.greedy is False and Timed(Greedy()).greedy  # greedy rounds may be fused, without logits
     timed.target(Step(None, None, random_logits(5, 1, VOCABULARY)), [1])
     assert timed.seconds > 0
 
@@ -138,7 +138,7 @@ def test_each_of_openais_penalties_alone_is_subtracted_for_generated_tokens(name
     for _ in range(3):
         said += sampler.target(step, [])[0].tolist()
         sampler.accept(said[-1:])
-    assert said == [1, 2, 1]  # of the prompt nothing is taken off; then 0.2 is the largest
+    assert said == [1, 2, 1]  # the prompt has no penalty; at last 0.2 is the largest logit
 
 
 @pytest.mark.first(1)

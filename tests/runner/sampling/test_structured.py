@@ -212,7 +212,7 @@ def test_tokens_forced_by_a_grammar_take_no_draft_step(model):
     assert (said.text, said.finish_reason) == (asked["choice"][0], "stop")
     assert said.stats.method_calls["draft_decode"] == 0
     assert said.stats.num_drafts == 3
-    again = model.generate(said.text + "\n", max_new_tokens=20)  # the draft's cache is whole behind it
+    again = model.generate(said.text + "\n", max_new_tokens=20)  # the draft's cache has all its slots
     model.forget()
     fresh = model.generate(said.text + "\n", max_new_tokens=20)
     assert again.token_ids == fresh.token_ids
@@ -242,7 +242,7 @@ def test_reasoning_is_unconstrained_and_the_text_after_it_is_constrained(grammar
     target[3, 3] = target[7, 3] = target[9, 3] = 40.0
     asked = {"choice": ["return None"], "reasoning_end": "<unk>"} | ({} if opened else {"reasoning_begin": "<pad>"})
     if not opened:
-        target[:, 0] = 30.0  # wherever reasoning may open, it does
+        target[:, 0] = 30.0  # reasoning opens wherever it may
     prompt, session = [9, 8, 7], LogitsSession(metadata, target, draft, torch.arange(2048))
     inner = [Sampler(Options(temperature=0.1, seed=1), metadata, prompt) if sampled else Greedy() for _ in range(2)]
     free = complete(session, prompt, max_new_tokens=40, chain=0, choice=inner[0]).token_ids
@@ -274,7 +274,7 @@ def test_a_replay_of_a_constrained_text_is_constrained(model, options):
 def test_constrained_text_has_log_probabilities(model):
     said = model.generate(TEXT, max_new_tokens=60, structured_outputs={"json": PERSON}, logprobs=1)
     assert [each.token_id for each in said.logprobs] == said.token_ids
-    assert said.logprobs[0].top[0][0] != said.token_ids[0]  # the model's own distribution knows of no grammar
+    assert said.logprobs[0].top[0][0] != said.token_ids[0]  # raw logits ignore the grammar
 
 
 def test_a_constrained_text_cut_by_its_budget_is_the_beginning_of_the_whole(model):

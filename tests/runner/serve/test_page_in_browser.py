@@ -19,7 +19,7 @@ LEFT = "const page = document.scrollingElement; return page.scrollHeight - page.
 TOP = "return document.scrollingElement.scrollTop"
 TOLD = "return [...document.querySelectorAll('.figures')].at(-1).textContent"
 PROBLEM = "return !document.getElementById('problem').hidden && document.getElementById('reason').textContent"
-# Whether all of the last element is between the header and the composer.
+# Returns true if the whole last element is between the header and the composer.
 IN_SIGHT = """
     const box = [...document.querySelectorAll(arguments[0])].at(-1).getBoundingClientRect();
     return box.bottom <= document.getElementById('composer').getBoundingClientRect().top + 1
@@ -84,7 +84,7 @@ def test_the_page_does_not_scroll_a_reader_who_scrolled_up(sent, model, artifact
         sent(server, "two", ended=False)
         page.until("return document.querySelectorAll('.answer')[1]?.querySelectorAll('.token').length > 20")
         held.clear()
-        page.run("scrollBy(0, -15)")  # no more than a finger's first move
+        page.run("scrollBy(0, -15)")  # as little as the first move of a finger
         place = page.run(TOP)
         held.set()
         page.until(ENDED, 2)
@@ -147,7 +147,7 @@ def test_the_page_reports_that_a_killed_server_has_gone(sent, artifact):
         sent(server, "two", ended=False)
         page.until("return document.getElementById('reason').textContent.startsWith('No answer from 127.0.0.1')")
         assert page.run("return document.getElementById('words').value") == "two" and page.text(".words") == words
-        page.click(".retry")  # what was said stays where nothing comes instead
+        page.click(".retry")  # the earlier answer stays if no new one arrives
         page.until("return document.getElementById('stop').hidden")
         assert page.text(".words") == words and page.run(PROBLEM).startswith("No answer from")
     finally:
@@ -195,7 +195,7 @@ def test_an_answer_can_be_copied_and_asked_for_again(sent, server, model):
     assert page.run("return navigator.clipboard.readText()") == text
     page.run("""window.board = navigator.clipboard; board.writeText('other');
         Object.defineProperty(navigator, 'clipboard', {value: undefined, configurable: true})""")
-    page.click(".copy")  # as on a page without encryption
+    page.click(".copy")  # without the clipboard, as on unencrypted pages
     page.until("return window.board.readText().then((text) => text == arguments[0])", text)
     page.run("document.querySelector('.answer').dataset.old = 1")
     page.click(".retry")
@@ -240,7 +240,7 @@ Under thirtyone
 ---
 ![picture thirtytwo](https://example.org/picture.png)
 """  # noqa: W291
-# Renders a text as it comes, in pieces of `size` characters, of which every other one is the draft's.
+# Renders a text as it arrives, in pieces of `size` characters. The draft wrote every other piece.
 RENDER = """
     const [text, size, whole] = arguments;
     return import("./markdown.js").then(({ Markdown }) => {
@@ -264,7 +264,7 @@ RENDER = """
 def test_every_character_of_rendered_markdown_keeps_its_author(sent, server, size):
     page = sent(server)
     html, tokens = page.run(RENDER, MARKDOWN, size, False)
-    assert html == page.run(RENDER, MARKDOWN, size, True)[0]  # however it came
+    assert html == page.run(RENDER, MARKDOWN, size, True)[0]  # whatever the pieces were
     characters = [(each, drafted) for text, drafted in tokens for each in text]
     shown = "".join(each for each, _ in characters)
     words = re.findall(r"[a-z]{3,}", re.sub(r"\(https.*?\)|```python|&amp;|-->", "", MARKDOWN.lower()))

@@ -121,7 +121,7 @@ def test_an_attack_is_refused_in_one_line_within_seconds_and_others_are_served(s
     error = answer.json()["error"]
     assert answer.status_code == 400, error
     assert error["param"] == param and len(error["message"]) <= LONGEST + 3 and "\n" not in error["message"]
-    assert seconds < 10, seconds  # half a second of a processor, on a machine that does other things too
+    assert seconds < 10, seconds  # half a second of processor time, but the machine may be busy
     assert max(waits.values()) < 5, waits  # a fraction of a second on an idle machine
 
 
@@ -269,7 +269,7 @@ def test_a_connection_with_slow_headers_is_closed(server, monkeypatch):
             slow.sendall(begun)
             start = time.monotonic()
             assert slow.recv(100) == b"" and 0.3 < time.monotonic() - start < 5
-    with socket.create_connection(address, timeout=10) as again:  # behind an answer, too
+    with socket.create_connection(address, timeout=10) as again:  # also after a response
         again.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert again.recv(1000).startswith(b"HTTP/1.1 200")
         again.sendall(b"GET /hea")

@@ -36,13 +36,13 @@ def choices(server, **given) -> list[dict]:
     return answer.json()["choices"]
 
 
-@pytest.mark.parametrize("repeats", [1, 12])  # within one window of attention, and behind the ring's end
+@pytest.mark.parametrize("repeats", [1, 12])  # within the sliding window, and beyond the ring's size
 def test_an_echoed_prompt_has_transformers_log_probabilities(server, model, by_transformers, repeats):
     ids = model.encode(SOURCE * repeats)
     expected = by_transformers(ids)
     [choice] = choices(server, prompt=[ids], max_tokens=1)
     found = choice["logprobs"]
-    assert len(found["tokens"]) == len(ids) + 1  # a client cuts off the one that was generated
+    assert len(found["tokens"]) == len(ids) + 1  # with the generated token, which clients cut off
     assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
     of_prompt = torch.tensor(found["token_logprobs"][1:-1])
     chosen = expected[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]

@@ -141,8 +141,8 @@ def test_reasoning_before_constrained_text_is_not_constrained(thinking):
     both = {"reasoning_begin": "<think>", "reasoning_end": "</think>"}
     for kwargs, expected in (
         ({}, both),
-        ({"effort": 1}, {"reasoning_end": "</think>"}),  # the prompt has begun it
-        ({"enable_thinking": False}, {}),  # and ended it
+        ({"effort": 1}, {"reasoning_end": "</think>"}),  # the prompt has begun the reasoning
+        ({"enable_thinking": False}, {}),  # the prompt has begun and ended the reasoning
     ):
         options = thinking.dialogue.turn(ASKED, {}, **asked, template_kwargs=kwargs).options
         assert options["structured_outputs"] == {"json_object": True, **expected}
@@ -158,7 +158,7 @@ def test_reasoning_options_of_a_request_reach_the_template(thinking):
     assert prompt(chat_template_kwargs={"effort": 1}).endswith("<think>")
     assert prompt(chat_template_kwargs={"enable_thinking": False}).endswith(closed)
     given = {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}
-    assert prompt(**given).endswith(closed)  # what is said outright goes before what follows from it
+    assert prompt(**given).endswith(closed)  # an explicit option overrides a derived one
 
 
 def test_reasoning_is_counted_up_to_the_token_that_ends_it(session, artifact):

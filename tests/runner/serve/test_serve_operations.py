@@ -50,7 +50,7 @@ def server(model, artifact):
 def until(condition, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come to that"
+        assert time.monotonic() < end, "the condition was not met in time"
         time.sleep(0.005)
 
 
@@ -59,7 +59,7 @@ def begun(server, given: dict) -> tuple[httpx.Client, Iterator[str]]:
     client = httpx.Client(timeout=60)
     request = client.build_request("POST", f"{server.url}/completions", json=given | {"stream": True})
     answer = client.send(request, stream=True)
-    lines = answer.iter_lines()  # where nothing refers to it, the connection is closed
+    lines = answer.iter_lines()  # the connection closes once nothing refers to these
     next(lines)
     return client, lines
 
@@ -118,7 +118,7 @@ def test_a_full_queue_answers_429(model, artifact, held):
             client.close()
             held.set()
             assert waits.result().status_code == 200
-        refused = server.post("/completions", SHORT | {"n": 3})  # no later try would do
+        refused = server.post("/completions", SHORT | {"n": 3})  # never possible, so no 429
         assert refused.status_code == 400 and "at most 2 can run and wait here" in refused.json()["error"]["message"]
         assert server.post("/completions", SHORT | {"n": 2}).status_code == 200
 
@@ -180,7 +180,7 @@ def test_a_failing_generation_affects_only_its_own_request(server, session, monk
 def test_a_body_that_is_too_large_is_refused(server):
     answer = httpx.post(f"{server.url}/completions", content=b" " * (MOST_BODY + 1), timeout=60, headers=JSON)
     assert answer.status_code == 413 and f"{MOST_BODY >> 20} MiB" in answer.json()["error"]["message"]
-    chunks = (b" " * (1 << 20) for _ in range(20))  # of a size that is not told
+    chunks = (b" " * (1 << 20) for _ in range(20))  # a body without Content-Length
     answer = httpx.post(f"{server.url}/completions", content=chunks, timeout=60, headers=JSON)
     assert answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
     assert server.post("/completions", SHORT).status_code == 200
@@ -316,7 +316,7 @@ def test_two_models_serve_two_requests_at_once(artifact):
         until(lambda: server.engine.running == 1)
         answer = server.post("/completions", {"prompt": "def main(", "max_tokens": 200}).json()
         assert answer["choices"][0]["text"] == expected
-        assert server.metric("vllm:request_success_total") == 1  # the long one goes on
+        assert server.metric("vllm:request_success_total") == 1  # the long request still runs
         client.close()
         until(lambda: server.engine.running == 0)
         first, second = "import os\nimport sys\n", "class Reader:\n    def "

@@ -73,7 +73,7 @@ def test_the_rounds_of_a_stream_add_up_to_its_statistics(model):
     assert sum(piece.proposed for piece in pieces) == stats.num_draft_tokens > 0
     assert sum(piece.accepted for piece in pieces) == stats.num_accepted_tokens > 0
     assert sum(piece.proposed > 0 for piece in pieces) == stats.num_drafts
-    with model.stream(ASKED, max_new_tokens=30) as stream:  # cut within a round
+    with model.stream(ASKED, max_new_tokens=30) as stream:  # the budget ends within a round
         pieces = list(stream)
     assert sum(piece.accepted for piece in pieces) == stream.result.stats.num_accepted_tokens
     assert pieces[-1].accepted >= len(pieces[-1].token_ids)
@@ -175,7 +175,7 @@ def test_a_dialogue_in_a_browser_shows_answers_and_authors(chromium, server, pag
     chromium.open(page)
     chromium.until("return document.getElementById('model').dataset.id == 'tiny'")
     chromium.run("document.getElementById('longest').value = 30")
-    chromium.write(ASKED[0]["content"])  # the focus is where one writes
+    chromium.write(ASKED[0]["content"])  # the text field has the focus
     chromium.press(ENTER)
     chromium.until(SENT, 1)
     assert chromium.text(".answer .words") == said.text

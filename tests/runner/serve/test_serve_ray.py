@@ -24,7 +24,7 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
-        # of the four, the replicas of Serve take one and those of a file of prompts two
+        # The replicas of Ray Serve take one of the four CPUs, and those of a file of prompts two.
         yield
         serve.shutdown()
         ray.shutdown()
@@ -67,7 +67,7 @@ def test_ray_answers_equal_the_librarys_and_prompts_go_to_the_replica_with_their
             answer = completion(client, prompt)
             assert answer["choices"][0]["text"] == alone.generate(prompt, max_new_tokens=8).text
             details = answer["usage"]["prompt_tokens_details"]
-            if number:  # one cache alone would hold the other prompt's beginning now
+            if number:  # a single cache would hold the other prompt
                 assert details["cached_tokens"] >= len(alone.encode(begun)) - 2
 
 
@@ -75,7 +75,7 @@ def test_other_endpoints_work_under_ray_as_without_it(client, url):
     lines = client.post("/v1/completions", json={"prompt": FIRST, "max_tokens": 20, "stream": True}).text
     assert lines.endswith("data: [DONE]\n\n") and lines.count("data: {") > 4
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
-    assert completion(client, [5, 6, 7])["usage"]["prompt_tokens"] == 3  # no text to be routed by
+    assert completion(client, [5, 6, 7])["usage"]["prompt_tokens"] == 3  # the router gets no text
     assert client.post("/v1/completions", content=b"{").json()["error"]["type"] == "invalid_request_error"
     assert httpx.get(f"{url}/v1/models").status_code == 401
     assert "module" in httpx.get(f"{url}/").text and httpx.get(f"{url}/page.js").status_code == 200
@@ -86,7 +86,7 @@ def test_a_client_that_disconnects_frees_its_replica(client):
     with client.stream("POST", "/v1/completions", json=long) as answer:
         next(answer.iter_lines())
     end = time.monotonic() + 20
-    while 'finished_reason="abort"' not in client.get("/metrics").text:  # of one replica or the other
+    while 'finished_reason="abort"' not in client.get("/metrics").text:  # one replica or the other answers
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -104,7 +104,7 @@ def test_a_killed_replica_is_restarted(client):
     ray.kill(ray.get_actor(killed, namespace="serve"))
     end = time.monotonic() + 60
     while len(replicas() - {killed}) < 2:
-        assert completion(client, FIRST)["choices"][0]["text"] == expected  # the other goes on
+        assert completion(client, FIRST)["choices"][0]["text"] == expected  # by the other replica
         assert time.monotonic() < end
         time.sleep(0.2)
     for number in range(6):

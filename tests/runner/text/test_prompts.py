@@ -22,7 +22,7 @@ def set_stdin(monkeypatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
 
 
-# --- what is read
+# --- accepted prompts
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_first_turn_of_a_prompt_is_unchanged():
     assert Prompt(1, messages=MESSAGES).first_turn == MESSAGES
 
 
-# --- what is refused
+# --- refused prompts
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def texts(text, tmp_path_factory):
-    """Maps a name to a tokenizer, and to ids of it that make every kind of text."""
+    """A map from a name to a tokenizer and to ids that give every kind of text."""
     found = {"shipped": (text, sorted({0, 1, 2, 3, 5000}.union(*(text.encode(sample) for sample in SAMPLES))))}
     in_bytes = [3 + byte for byte in "é\U0001f40d\n \xff".encode()]
     for name in SENTENCEPIECE:
@@ -159,4 +159,4 @@ def test_decoding_a_late_token_costs_no_more_than_an_early_one(stop):
     text = Counting(TARGETS["gemma4-tiny"].checkpoint)
     stream = TextStream(text, stop)
     stream.push(text.encode("naïve = 1; " * 300))
-    assert text.longest <= 4  # one of context, and a character's last bytes
+    assert text.longest <= 4  # one token of context and the last bytes of a character

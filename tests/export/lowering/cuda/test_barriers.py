@@ -97,7 +97,7 @@ def test_a_barrier_must_lie_between_stores_and_the_counting_atomic(counting):
 def test_a_barrier_must_lie_between_the_counting_atomic_and_the_last_blocks_loads(counting):
     names, ptx = counting
     found = list(map(str, faults(without_barrier(ptx, before=False), names)))
-    assert any("(PARTS) is stored by other blocks, then loaded with no barrier behind the atomic" in f for f in found)
+    assert any("(PARTS) is stored by other blocks, then loaded with no barrier after the atomic" in f for f in found)
 
 
 @pytest.mark.first(5)
