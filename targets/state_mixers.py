@@ -38,8 +38,8 @@ class Form(NamedTuple):
         return found if fits and all(hasattr(_module(found), name) for name in self.functions) else None
 
 
-_DELTA: Functions = {ROW_RULE: delta_rule, CHUNK_RULE: delta_rule} | CONVOLUTION
-_MAMBA2: Functions = {"mamba2_chunk_scan": scan, "mamba2_selective_state_update": step} | CONVOLUTION
+_DELTA: Functions = {**CONVOLUTION, ROW_RULE: delta_rule, CHUNK_RULE: delta_rule}
+_MAMBA2: Functions = {**CONVOLUTION, "mamba2_chunk_scan": scan, "mamba2_selective_state_update": step}
 FORMS = (
     Form("linear_attn", "A_log", _DELTA, lambda mixer, *_: GatedDeltaState(mixer)),
     Form("conv", "conv_kernel_size", CONVOLUTION, ShortConvState),
