@@ -82,7 +82,7 @@ def delta_names(architecture: str, layers: int) -> dict[str, str]:
 def mtp_names(architecture: str, layers: int, blocks: int) -> dict[str, str]:
     """Return Qwen3.5's own names of its MTP layers, which are the blocks of a file from ``layers`` to ``blocks``."""
     names = transformers_names(architecture, blocks)
-    found = {}
+    found: dict[str, str] = {}
     for block in range(layers, blocks):
         ours, own = f"model.layers.{block}.", f"mtp.layers.{block - layers}."
         found |= {name: model.replace(ours, own) for name, model in names.items() if model.startswith(ours)}
