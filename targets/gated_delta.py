@@ -186,10 +186,11 @@ def _rule(
     if not use_qk_l2norm_in_kernel:
         raise ValueError("its delta rule does not normalize queries and keys, which ours does")
     state, rows = initial_state
+    dtype = value.dtype
     query, key, value = (each[0].transpose(0, 1).float().contiguous() for each in (query, key, value))
     decay, beta = g[0].T.float(), beta[0].T.float()
     out = state(_unit(query) * query.shape[-1] ** -0.5, _unit(key), value, decay, beta, rows)
-    return out.transpose(0, 1).unsqueeze(0), None
+    return out.transpose(0, 1).unsqueeze(0).to(dtype), None
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -200,17 +201,17 @@ def _convolution(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_given: object
 ) -> Tensor:
     """Replaces transformers' causal convolution of [1, channels, T] by ``weight`` [channels, taps] with products of
-    shifted rows, since a grouped convolution of a few taps is slow on the CPU."""
+    shifted rows, since a grouped convolution of a few taps is slow on the CPU. Products and sums are in float32."""
     if activation not in (None, "silu"):
         raise ValueError(f"its convolution is followed by {activation}, ours by silu")
-    taps, rows = weight.shape[-1], hidden_states[0].T  # [T, channels]
+    taps, rows, weight = weight.shape[-1], hidden_states[0].T.float(), weight.float()  # [T, channels]
     padded = F.pad(rows, (0, 0, taps - 1, 0))
     length = rows.shape[0]
     out = padded[:length] * weight[:, 0]
     for tap in range(1, taps):
         out = out + padded[tap : tap + length] * weight[:, tap]
     out = out if bias is None else out + bias
-    return (F.silu(out) if activation else out).T.unsqueeze(0)
+    return (F.silu(out) if activation else out).to(hidden_states.dtype).T.unsqueeze(0)
 
 
 @contextmanager

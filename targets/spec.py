@@ -106,15 +106,17 @@ class Skeleton:
 
         A tied head is the embedding itself, unless ``convert`` makes another tensor of it.
         """
+        from eagle3.targets.exact_vectors import ExactVectors
         from eagle3.targets.input_order import InputOrders, use_input_orders
         from eagle3.targets.loading import as_stored, default_form, load_tensors
 
-        orders = InputOrders(self.key_map)
+        orders, exact = InputOrders(self.key_map), ExactVectors(self.model)
         given = ((name, tensor) for name, tensor in weights if not orders.takes(name, tensor))
         named = ((own, tensor) for name, tensor in given if (own := self.key_map(name)) is not None)
         joined = named if self.conversion is None else self.conversion.joined(named)
         converted = self._converted(joined, convert or default_form, orders)
-        load_tensors(self.model, converted, dtype, convert=as_stored)
+        load_tensors(self.model, exact.seen(converted), dtype, convert=as_stored)
+        exact.restore()
         use_input_orders(self.model)
 
     def _converted(self, tensors: Weights, convert: Convert, orders: "InputOrders") -> Iterator[tuple[str, "Tensor"]]:

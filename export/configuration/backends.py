@@ -40,8 +40,8 @@ class BackendEntry:
     window_rows: tuple[int, ...] = (8, 16)
     """The possible bounds of a verify window's rows. Prefill takes more rows than the first bound that holds the
     window."""
-    rolls_back_states: bool = False
-    """True if the backend computes layers with a recurrent state or a short convolution."""
+    convolves: bool = False
+    """True if the backend computes layers with a short convolution."""
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that only this backend reads; they are refused with another backend."""
 
@@ -86,7 +86,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "eagle3.export.lowering.xnnpack.backend",
         flags=frozenset({"qembedding", "group_size"}),
         recipes=XNNPACK_RECIPES,
-        rolls_back_states=True,
+        convolves=True,
         small_recipe="8da8w",
         draft_recipe="8da8w",
         # It makes a round of one millisecond a twelfth shorter, and saves nothing at the widths of a 4B model.

@@ -52,7 +52,7 @@ def plan_methods(
     ``verify_rows``, the verify window is as long as the chain. Raises ValueError with the flag to change.
     """
     shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
-    check_states(config, target_config)
+    check_convolutions(config, target_config)
     of_target, least = sliding_window(target_config), BACKENDS[config.backend].few_rows(2) + 1
     if 0 < of_target < least:
         raise ValueError(
@@ -134,15 +134,13 @@ def plan_methods(
     return tuple(methods)
 
 
-def check_states(config: ExportConfig, target_config: "PreTrainedConfig") -> None:
-    """Raise ValueError for a target whose layers keep what the backend does not compute."""
-    what = "a recurrent state" if is_recurrent(target_config) else "a short convolution"
-    has = is_recurrent(target_config) or has_convolutions(target_config)
-    if has and not BACKENDS[config.backend].rolls_back_states:
-        able = ", ".join(name for name, backend in BACKENDS.items() if backend.rolls_back_states)
+def check_convolutions(config: ExportConfig, target_config: "PreTrainedConfig") -> None:
+    """Raise ValueError for a target with short convolutions if the backend does not compute them."""
+    if has_convolutions(target_config) and not BACKENDS[config.backend].convolves:
+        able = ", ".join(name for name, backend in BACKENDS.items() if backend.convolves)
         raise ValueError(
-            f"the target ({target_config.model_type}) has layers with {what}, which --backend {config.backend} does "
-            f"not compute yet: type --backend {able}"
+            f"the target ({target_config.model_type}) has layers with a short convolution, which --backend "
+            f"{config.backend} does not compute yet: type --backend {able}"
         )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.configuration.config import CUDA_RECIPES
 from eagle3.export.draft.loading import unfilled
-from eagle3.export.lowering.cuda.kernels import bf16, int4, sums
+from eagle3.export.lowering.cuda.kernels import bf16, delta_rule, int4, sums
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.small_m import Blocks
 from eagle3.export.lowering.cuda.weights.experts import fused_linears
@@ -27,6 +27,7 @@ from eagle3.export.planning.methods import plan_methods
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.merged_linears import SAME_INPUT
 from eagle3.runner.contract import DRAFT_DECODE, PREFILL
+from eagle3.targets.gated_delta import GatedDeltaState, is_gated_delta
 from eagle3.targets.spec import Skeleton
 
 if TYPE_CHECKING:
@@ -41,7 +42,15 @@ def gpu_memory(plan: Plan) -> GpuMemory:
     draft = unfilled(plan.draft, plan.max_seq_len, plan.proposals)
     recipe = _recipe(plan.draft_qlinear, plan.draft.layer, draft)
     target, workspace = _target_bytes(plan, skeleton), _workspace(plan, skeleton, draft)
-    return GpuMemory(target, module_bytes(draft, recipe), plan.cache_bytes, workspace)
+    caches = plan.cache_bytes + _more_slots(skeleton.model)
+    return GpuMemory(target, module_bytes(draft, recipe), caches, workspace)
+
+
+def _more_slots(model: nn.Module) -> int:
+    """Return the bytes by which the rings of recurrent layers are longer than in the plan."""
+    with torch.device("meta"):
+        states = [GatedDeltaState(layer.linear_attn) for layer in model.modules() if is_gated_delta(layer)]
+    return sum(FLOAT32 * (delta_rule.SLOTS - state.changes.slots) * sum(state.parts) for state in states)
 
 
 def _recipe(name: str, config: "PreTrainedConfig", model: nn.Module) -> QuantRecipe | None:
