@@ -84,10 +84,11 @@ def delta_rule(
     if not use_qk_l2norm_in_kernel:
         raise ValueError("its delta rule does not normalize queries and keys, which ours does")
     state, rows = initial_state
+    dtype = value.dtype
     query, key, value = (each[0].transpose(0, 1).float().contiguous() for each in (query, key, value))
     decay, beta = g[0].T.float(), beta[0].T.float()
     out = state((_unit(query) * query.shape[-1] ** -0.5, _unit(key), value, decay, beta), rows)
-    return out.transpose(0, 1).unsqueeze(0), None
+    return out.transpose(0, 1).unsqueeze(0).to(dtype), None
 
 
 def _unit(x: Tensor) -> Tensor:

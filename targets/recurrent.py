@@ -37,12 +37,15 @@ class Ring(nn.Module):
 
         A row that is not live may never have been written, so its memory may hold anything.
         """
-        rows = self.rows[0, :, 0].index_select(0, self._slots(positions))
+        rows = self._read(self._slots(positions))
         return torch.where(live[:, None], rows, torch.zeros((), dtype=rows.dtype))
 
     def write(self, positions: Tensor, rows: Tensor) -> None:
         """Write ``rows`` [T, width] at ``positions`` [T]: consecutive, and at most ``slots`` of them."""
         self._write(rows[None, :, None], self._slots(positions))
+
+    def _read(self, slots: Tensor) -> Tensor:
+        return self.rows[0, :, 0].index_select(0, slots)
 
     def _write(self, rows: Tensor, slots: Tensor) -> None:
         self.rows.index_copy_(1, slots, rows)
@@ -83,6 +86,8 @@ class RecurrentRows(NamedTuple):
     """int64 [ROLLBACK_ROWS]: the positions before the first row, ascending."""
     live: Tensor
     """bool [ROLLBACK_ROWS]: True for the changes at ``before`` that must be committed."""
+    committed: Tensor
+    """int64 [1]: the position before which the state that the forward continues from is valid."""
     started: Tensor
     """bool [1]: True if there is a position before the first row."""
     from_saved: Tensor | None
@@ -123,7 +128,7 @@ class RecurrentPositions(nn.Module):
             committed = torch.where(from_saved, self.saved, committed)
         live = (before >= committed) & (before >= 0)
         masks = window_masks(torch.arange(count, device=input_pos.device))
-        return RecurrentRows(input_pos, before, live, first > 0, from_saved, masks)
+        return RecurrentRows(input_pos, before, live, committed, first > 0, from_saved, masks)
 
     def _from_saved(self, first: Tensor) -> Tensor:
         return (first == self.saved) & (first < self.committed) & (first > 0)

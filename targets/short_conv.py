@@ -43,15 +43,15 @@ def causal_convolution(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_given: object
 ) -> Tensor:
     """Replaces transformers' causal convolution of [1, channels, T] by ``weight`` [channels, taps] with products of
-    shifted rows, since a grouped convolution of a few taps is slow on the CPU. Raises ValueError for an activation
-    other than silu."""
+    shifted rows, since a grouped convolution of a few taps is slow on the CPU. Products and sums are in float32.
+    Raises ValueError for an activation other than silu."""
     if activation not in (None, "silu"):
         raise ValueError(f"its convolution is followed by {activation}, ours by silu")
-    taps, rows = weight.shape[-1], hidden_states[0].T  # [T, channels]
+    taps, rows, weight = weight.shape[-1], hidden_states[0].T.float(), weight.float()  # [T, channels]
     padded = F.pad(rows, (0, 0, taps - 1, 0))
     length = rows.shape[0]
     out = padded[:length] * weight[:, 0]
     for tap in range(1, taps):
         out = out + padded[tap : tap + length] * weight[:, tap]
     out = out if bias is None else out + bias
-    return (F.silu(out) if activation else out).T.unsqueeze(0)
+    return (F.silu(out) if activation else out).to(hidden_states.dtype).T.unsqueeze(0)

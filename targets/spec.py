@@ -106,15 +106,17 @@ class Skeleton:
 
         A tied head is the embedding itself, unless ``convert`` makes another tensor of it.
         """
+        from eagle3.targets.exact_vectors import ExactVectors
         from eagle3.targets.input_order import InputOrders, use_input_orders
         from eagle3.targets.loading import as_stored, default_form, load_tensors
 
-        orders = InputOrders(self.key_map)
+        orders, exact = InputOrders(self.key_map), ExactVectors(self.model)
         given = ((name, tensor) for name, tensor in weights if not orders.takes(name, tensor))
         named = ((own, tensor) for name, tensor in given if (own := self.key_map(name)) is not None)
         joined = named if self.conversion is None else self.conversion.joined(named)
         converted = self._converted(joined, convert or default_form, orders)
-        load_tensors(self.model, converted, dtype, convert=as_stored)
+        load_tensors(self.model, exact.seen(converted), dtype, convert=as_stored)
+        exact.restore()
         use_input_orders(self.model)
 
     def _converted(self, tensors: Weights, convert: Convert, orders: "InputOrders") -> Iterator[tuple[str, "Tensor"]]:
@@ -194,6 +196,8 @@ WITHOUT_PAST = ("mlp", "moe")
 """The kinds of layers that read no other position."""
 CONVOLUTION = "conv"
 """The kind of layers with a short convolution (``short_conv.py``)."""
+DELTA_RULE, MAMBA_2, SHORT_CONVOLUTION = "the gated delta rule", "Mamba 2", "a short convolution"
+"""The kinds of layers with a state, by what a backend must compute."""
 CONVOLUTION_WINDOW = 512
 """Tokens: the sliding window of a convolution's ring in a model without another one."""
 ROLLBACK_ROWS = 16
@@ -247,9 +251,12 @@ def is_recurrent(config: "PreTrainedConfig") -> bool:
     return not {RECURRENT, HYBRID}.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
-def has_convolutions(config: "PreTrainedConfig") -> bool:
-    """Return whether a transformers text configuration has layers with a short convolution."""
-    return CONVOLUTION in (getattr(config, "layer_types", None) or ())
+def states_of(config: "PreTrainedConfig") -> frozenset[str]:
+    """Return the kinds of layers with a state that a transformers text configuration has, as errors name them."""
+    found = {SHORT_CONVOLUTION} if CONVOLUTION in (getattr(config, "layer_types", None) or ()) else set()
+    if is_recurrent(config):
+        found.add(DELTA_RULE if hasattr(config, "linear_num_value_heads") else MAMBA_2)
+    return frozenset(found)
 
 
 def sliding_window(config: "PreTrainedConfig") -> int:

@@ -40,8 +40,9 @@ class Form(NamedTuple):
 
 _DELTA: Functions = {**CONVOLUTION, ROW_RULE: delta_rule, CHUNK_RULE: delta_rule}
 _MAMBA2: Functions = {**CONVOLUTION, "mamba2_chunk_scan": scan, "mamba2_selective_state_update": step}
+GATED_DELTA = Form("linear_attn", "A_log", _DELTA, lambda mixer, *_: GatedDeltaState(mixer))
 FORMS = (
-    Form("linear_attn", "A_log", _DELTA, lambda mixer, *_: GatedDeltaState(mixer)),
+    GATED_DELTA,
     Form("conv", "conv_kernel_size", CONVOLUTION, ShortConvState),
     Form("mamba", "A_log", _MAMBA2, lambda mixer, *_: Mamba2State(mixer)),
     Form("mixer", "A_log", _MAMBA2, lambda mixer, *_: Mamba2State(mixer)),
@@ -91,7 +92,7 @@ def token_by_token(model: nn.Module) -> Iterator[None]:
 
     Their rule for chunks gives states that differ from it by 1e-4 of their standard deviation in float32.
     """
-    mixers = [mixer for layer in model.modules() if (mixer := FORMS[0].mixer(layer)) is not None]
+    mixers = [mixer for layer in model.modules() if (mixer := GATED_DELTA.mixer(layer)) is not None]
     with _replaced({(_module(mixer), CHUNK_RULE): getattr(_module(mixer), ROW_RULE) for mixer in mixers}):
         yield
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from eagle3.export.configuration.config import CUDA_RECIPES, XNNPACK_RECIPES
 from eagle3.runner.hardware.cpu_features import lacks_avx512
+from eagle3.targets.spec import DELTA_RULE, MAMBA_2, SHORT_CONVOLUTION
 
 SMALL_M_ROWS = (8, 16)
 """The most rows of the two sizes of CUDA's small-M kernels, which read a weight once."""
@@ -41,8 +42,8 @@ class BackendEntry:
     window_rows: tuple[int, ...] = (8, 16)
     """The possible limits of a verify window's rows. Prefill takes more rows than the smallest limit that the window
     fits into."""
-    rolls_back_states: bool = False
-    """True if the backend computes layers with a recurrent state or a short convolution."""
+    states: frozenset[str] = frozenset()
+    """The kinds of layers with a state that the backend computes (``eagle3.targets.spec.states_of``)."""
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that only this backend reads; they are refused with another backend."""
 
@@ -75,6 +76,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "eagle3.export.lowering.cuda.backend",
         dtype="bfloat16",
         flags=frozenset({"cuda_arch", "int4_layout", "kv_cache"}),
+        states=frozenset({DELTA_RULE}),
         recipes=CUDA_RECIPES,
         quantizes=True,
         fuses_below=math.inf,
@@ -87,7 +89,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "eagle3.export.lowering.xnnpack.backend",
         flags=frozenset({"qembedding", "group_size"}),
         recipes=XNNPACK_RECIPES,
-        rolls_back_states=True,
+        states=frozenset({DELTA_RULE, MAMBA_2, SHORT_CONVOLUTION}),
         small_recipe="8da8w",
         draft_recipe="8da8w",
         # ``speculate`` makes a round of one millisecond a twelfth shorter, and saves nothing at the widths of a 4B

@@ -8,7 +8,7 @@ from eagle3.export.configuration.config import NO_HEAD, ExportConfig
 from eagle3.export.draft.common.description import DraftDescription
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.targets import TargetSpec
-from eagle3.targets.spec import ROLLBACK_ROWS, has_convolutions, is_recurrent, sliding_window
+from eagle3.targets.spec import ROLLBACK_ROWS, is_recurrent, sliding_window, states_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -52,7 +52,7 @@ def plan_methods(
     ``verify_rows``, the verify window is as long as the chain. Raises ValueError with the flag to change.
     """
     shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
-    check_states(config, target_config)
+    check_convolutions(config, target_config)
     of_target, least = sliding_window(target_config), BACKENDS[config.backend].few_rows(2) + 1
     if 0 < of_target < least:
         raise ValueError(
@@ -135,14 +135,14 @@ def plan_methods(
 
 
 def check_states(config: ExportConfig, target_config: "PreTrainedConfig") -> None:
-    """Raise ValueError for a target with recurrent or convolution layers if the backend does not compute them."""
-    what = "a recurrent state" if is_recurrent(target_config) else "a short convolution"
-    has = is_recurrent(target_config) or has_convolutions(target_config)
-    if has and not BACKENDS[config.backend].rolls_back_states:
-        able = ", ".join(name for name, backend in BACKENDS.items() if backend.rolls_back_states)
+    """Raise ValueError for a target with recurrent or convolution layers that the backend does not compute."""
+    kinds = states_of(target_config)
+    if not kinds <= BACKENDS[config.backend].states:
+        what = min(kinds - BACKENDS[config.backend].states)
+        able = ", ".join(name for name, backend in BACKENDS.items() if kinds <= backend.states)
         raise ValueError(
-            f"the target ({target_config.model_type}) has layers with {what}, which --backend {config.backend} does "
-            f"not compute yet: type --backend {able}"
+            f"the target ({target_config.model_type}) has layers with {what}, which --backend "
+            f"{config.backend} does not compute yet: type --backend {able}"
         )
 
 

@@ -16,8 +16,10 @@ from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime import driver
 
 from eagle3.export.lowering.cuda.kernels import (
+    advance,
     attention,
     bf16,
+    delta_rule,
     int4,
     int4_experts,
     int4_matmul,
@@ -36,7 +38,7 @@ from eagle3.runner.inspect.machine_code.barriers import faults
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int8: "*i8",
-    torch.int32: "*i32", torch.int64: "*i64",
+    torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
 OUTPUTS, INPUTS = 1024, 5376  # few enough outputs for programs to share K
 TILES, BLOCKS = OUTPUTS // 128, INPUTS // 256
@@ -134,6 +136,26 @@ def int8_experts_of(kernel: object) -> None:
     int8_experts._launch_experts(kernel, x, codes, scales, zeros, bias, chosen)
 
 
+def recurrent(rows: int) -> Callable:
+    """Return a launch of rows of 4 heads of 128 x 128, or of the committed rows of a chunk."""
+
+    def floats(*shape: int) -> torch.Tensor:
+        return on_meta(*shape, dtype=torch.float32)
+
+    keys, values, each, state = floats(2, rows, 128), floats(4, rows, 128), floats(4, rows), floats(4, 128, 128)
+    changes, at = floats(1, delta_rule.SLOTS, 1, 6 * 128 + 4), on_meta(1, dtype=torch.int64)
+    given, other = (keys, keys, values, each, each, state), MagicMock()
+    if rows <= delta_rule.BLOCK:
+        return lambda kernel: delta_rule.launch_rows(kernel, *given, changes, at, at, values)
+    rest = state, changes, at, at, on_meta(1, dtype=torch.bool), values
+    return lambda kernel: delta_rule.launch_chunk((kernel, other), *given, *rest)
+
+
+def advances(kernel: object) -> None:
+    at = on_meta(64, dtype=torch.int64)
+    advance.launch(kernel, at, at, at, on_meta(1, dtype=torch.bool), at)
+
+
 KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
     "attention": (attention._attention_kernel, attends(128, 2, 4, 4, window=2048, **TILE)),
     "attention of a product": (attention._attention_kernel, attends(128, 2, 4, 4, made=True, window=2048, **TILE)),
@@ -141,6 +163,9 @@ KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
     "attention of wide heads": (attention._attention_kernel, attends(512, 8, 4, 4, made=True, **TILE)),
     "sums of attention": (attention._attention_sum_kernel, attends(512, 8, 4, 4, adds=True)),
     "attention of a chunk": (attention._attention_kernel, attends(64, 4, 128, 0, **TILE)),
+    "advance": (advance._advance_kernel, advances),
+    "recurrent rows": (delta_rule._delta_rows_kernel, recurrent(4)),
+    "recurrent chunk": (delta_rule._delta_chunk_kernel, recurrent(128)),
     "int4": (int4.int4_small_m_kernel, product(int4._launch_int4, 4, INT4)),
     "int4 of 16 rows": (int4.int4_small_m_kernel, product(int4._launch_int4, 16, INT4)),
     "int4 of a gate": (int4.int4_small_m_kernel, product(int4._launch_int4, 4, PAIR, activation=GELU_TANH)),

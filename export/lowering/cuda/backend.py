@@ -33,6 +33,7 @@ from eagle3.export.lowering.cuda.graph.attention import CudaAttention
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph.gates import gate_in_products
+from eagle3.export.lowering.cuda.graph.recurrent import use_cuda_recurrence
 from eagle3.export.lowering.cuda.graph.rotations import rotate_in_attention
 from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged, no_repro
 from eagle3.export.lowering.cuda.inductor.argmax import argmax_over_blocks
@@ -141,8 +142,10 @@ class NvidiaBackend:
         return CudaWeights(target, recipe, self.dtype)
 
     def prepare(self, speculator: Eagle3Speculator, plan: Plan) -> None:
-        """Fuse experts. Quantize the draft head as the plan says, and put its weights into their kernels' layouts."""
+        """Fuse experts, and choose the kernels of recurrent layers. Quantize the draft head as the plan says, and put
+        its weights into their kernels' layouts."""
         use_fused_experts(speculator.get_submodule("target"))
+        use_cuda_recurrence(speculator.get_submodule("target"))
         if plan.draft_qlinear in CUDA_RECIPES[1:]:
             recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer, speculator.draft)
             quantize(speculator.draft, recipe, spare=speculator.target.parameters())

@@ -10,8 +10,9 @@ kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at leas
   attention, the loads that add the partial sums of its programs, in the last program or in a separate launch.
 
 KV caches are read up to ``context`` tokens, or a sliding layer's window if that is shorter. Without a context they are
-left out. Rows are assumed to choose different experts as far as possible, which reads the most weights; a call whose
-rows share experts may take less. Kernels run one after the other, with ``LAUNCH_SECONDS`` between them unless a CUDA
+left out. Recurrent states, whose size does not depend on the context, are counted with the caches. Rows are assumed to
+choose different experts as far as possible, which reads the most weights; a call whose rows share experts may take
+less. Kernels run one after the other, with ``LAUNCH_SECONDS`` between them unless a CUDA
 graph is replayed. A bound is not a measurement, and a GPU takes longer; ``estimate.py`` estimates the time from
 measured times.
 """
@@ -201,7 +202,8 @@ def _bound(limit: float, least: float, launching: float) -> dict[str, float]:
 
 def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], context: Context) -> dict[str, Any]:
     """Return a recorded launch together with the figures of its kernel's code and its time on each GPU."""
-    warps, cache_bytes, blocks, adding = entry["threads"] // WARP, 0, math.prod(entry["grid"]), 0.0
+    warps, blocks, adding = entry["threads"] // WARP, math.prod(entry["grid"]), 0.0
+    cache_bytes = entry.get("state_bytes", 0)
     buffer_bytes = entry["buffer_bytes"]
     products, cache = entry["products"], entry.get("cache")
     if cache and context.tokens:

@@ -30,10 +30,12 @@ from torch._inductor.ir import Buffer
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
+from eagle3.export.lowering.cuda.kernels.delta_rule import CHUNK_WARPS
 from eagle3.export.lowering.cuda.kernels.int4 import TILE as INT4_TILE
 from eagle3.export.lowering.cuda.kernels.sums import Division
 from eagle3.export.patching.patches import all_replaced
 from eagle3.runner.contract import WORKSPACE
+from eagle3.targets.spec import ROLLBACK_ROWS
 
 WARP = 32
 VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
@@ -101,6 +103,8 @@ class Launch:
     products: Products | None
     cache: CacheReads | None = None
     sums: Sums | None = None
+    state_bytes: int = 0
+    """The bytes that it reads and writes of a recurrent state and of the ring of its changes."""
 
 
 @contextmanager
@@ -197,9 +201,11 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
         sum(weights.values()),
         # the largest tensor holds the sums of all chunks
         tuple(left[1:] if added or reads and reads.sum_bytes else left),
-        products(known["mangled_name"], constants, x * y * z, values.get("M", rows)),
+        products(known["mangled_name"], constants, x * y * z, values.get("M", rows))
+        or block_products(constants, values),
         reads,
         added,
+        state_bytes(constants, values),
     )
     return launch, weights
 
@@ -317,6 +323,33 @@ def cache_reads(constants: Mapping[str, int], rows: int) -> CacheReads | None:
         block=block,
         multiply_adds=2 * constants["BLOCK_M"] * block * width,
     )
+
+
+def state_bytes(constants: Mapping[str, int], values: Mapping[str, int]) -> int:
+    """Return the bytes that a kernel of ``delta_rule.py`` reads and writes of a state and of its ring, from its
+    arguments; 0 for any other kernel. As many rows are taken to be committed as the call has."""
+    if "KEY_HEADS" not in constants:
+        return 0
+    arguments = {**constants, **values}
+    state = constants["HEADS"] * constants["D_K"] * constants["D_V"]
+    if "count" in arguments:  # a chunk reads the state, and writes it twice
+        return torch.float32.itemsize * (3 * state + ROLLBACK_ROWS * constants["WIDTH"])
+    written = arguments["rows"] - arguments["begin"]
+    changes = written if arguments["begin"] else 2 * written  # the last rows of a chunk commit nothing
+    return torch.float32.itemsize * (2 * state + changes * constants["WIDTH"])
+
+
+def block_products(constants: Mapping[str, int], values: Mapping[str, int]) -> Products | None:
+    """Return the work of a recurrent chunk's kernel, from its arguments; None for any other kernel. An iteration of its
+    loop is a block of rows, and its products have three terms each."""
+    if "DOUBLINGS" not in constants or "KEY_HEADS" not in constants:
+        return None
+    block, width, columns = constants["BLOCK"], constants["BLOCK_K"], constants["COLUMNS"]
+    by_keys = 2 * block * block * width + 3 * block * width * columns
+    by_all_warps = 2 * (constants["DOUBLINGS"] - 1) * block**3 * CHUNK_WARPS
+    programs = constants["HEADS"] * math.ceil(constants["D_V"] / columns)
+    blocks = math.ceil(values["count"] / block)
+    return Products(width * columns, 3 * (by_keys + by_all_warps), programs * blocks)
 
 
 def sums_read(constants: Mapping[str, int], rows: int) -> Sums | None:

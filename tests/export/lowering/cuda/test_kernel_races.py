@@ -12,8 +12,10 @@ from small_launches import SMALL, Small
 from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.kernels import (
+    advance,
     attention,
     bf16,
+    delta_rule,
     heads,
     int4,
     int4_matmul,
@@ -67,7 +69,7 @@ ARRIVING = {
 }
 """The ways to take the counter of a tile wrongly."""
 UNCOUNTED = ("attention", "attention in one part", "attention, a window in one part", "experts", "int8 experts")
-UNCOUNTED += ("attention of a product", "attention of a product, codes")
+UNCOUNTED += ("attention of a product", "attention of a product, codes", "recurrent rows", "recurrent chunk")
 """Launches in which no program waits for others to arrive."""
 DIVIDED = [name for name in SMALL if name not in UNCOUNTED]
 READS = r"tl\.load\((PARTS|STATS|sums) "
@@ -190,6 +192,17 @@ FAULTS = {
     "other keys by each tile": (
         "attention of a product", heads, "k.to(K.dtype.element_ty)", "(k + tl.program_id(0)).to(K.dtype.element_ty)",
         STORED, "tl.store.K ",
+    ),
+    # Of recurrent layers
+    "a ring of half the slots": (
+        "recurrent rows", delta_rule, "(first + row) % SLOTS", "(first + row) % (SLOTS // 2)", LOADED, "key = tl.load",
+    ),
+    "no barrier before the state": (
+        "recurrent rows", delta_rule, "    tl.debug_barrier()  # what one thread loaded, another may store\n", "",
+        IN_PROGRAM, "tl.store.tile",
+    ),
+    "no barrier before the committed position": (
+        "recurrent chunk", advance, "    tl.debug_barrier()\n", "", IN_PROGRAM, "tl.store.COMMITTED",
     ),
     "keys of other rows attended to": ("attention of a product, a ring", attention, SEEN, "", LOADED, "[kv] = tl.load"),
 }  # fmt: skip
