@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from eagle3.export.planning.plan import Plan
     from eagle3.export.speculator.speculator import Eagle3Speculator
     from eagle3.targets.attention import AttentionFactory
+    from eagle3.targets.spec import Convert
 
 
 class WeightConversion(Protocol):
@@ -65,6 +66,13 @@ class Backend(Protocol):
 
     def prepare(self, speculator: "Eagle3Speculator", plan: "Plan") -> None:
         """Rewrite the draft head's weights in place, once they are loaded."""
+
+    def measured_conversion(self, plan: "Plan") -> "Convert":
+        """Return a conversion of the target's tensors to ones that this machine computes with in float32, and that have
+        the values of the artifact's weights. Raises ValueError if weights are quantized on a GPU alone."""
+
+    def prepare_measured(self, speculator: "Eagle3Speculator", plan: "Plan") -> None:
+        """Rewrite the draft head's weights as ``prepare`` does, to ones as ``measured_conversion`` gives."""
 
     def tracing(self, speculator: "Eagle3Speculator", plan: "Plan", /) -> AbstractContextManager[None]:
         """Return a context around each trace."""

@@ -87,6 +87,12 @@ class XnnpackBackend:
         _, draft = recipes(plan)
         quantize(speculator.draft, draft, spare=set(map(id, speculator.target.parameters())))
 
+    def measured_conversion(self, plan: Plan) -> "XnnpackWeights":
+        return self.conversion(plan)
+
+    def prepare_measured(self, speculator: "Eagle3Speculator", plan: Plan) -> None:
+        self.prepare(speculator, plan)
+
     def describe(self, _programs: "Mapping[str, ExportedProgram]", plan: Plan) -> dict[str, Any]:
         target, draft = recipes(plan)
         from eagle3.export.lowering.xnnpack.split_k import splits
