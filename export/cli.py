@@ -331,9 +331,15 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
         fit_heads([replace(config, dry_run=False)], as_json, download=download)
         return
     if config.dry_run:
+        from eagle3.export.fit.dry_run import quantization_of
+
         known = prepare(config, download=download)
         facts = plan_json(known.plan) | {"twin": known.twin, "repositories": known.sources.as_json()}
-        click.echo(json.dumps(facts) if as_json else plan_text(known.plan, known.sources.lines()))
+        lines = list(known.sources.lines())
+        if (found := quantization_of(known.plan, weights_here=not known.sources.missing)) is not None:
+            line, facts["quantization"] = found
+            lines.append(line)
+        click.echo(json.dumps(facts) if as_json else plan_text(known.plan, lines))
         return
     exported = export(config, download=download)
     if click.get_current_context().meta["verbose"]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,7 +11,6 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.exporting import weights_at_hand
 from eagle3.export.fit.cost import why_not_measured
 from eagle3.export.fit.fitting import Fit, Measured
-from eagle3.export.fit.quantized import Quantized
 from eagle3.export.fit.report import show
 from eagle3.export.output.progress import Progress
 
@@ -28,7 +28,7 @@ def fit_heads(
     """
     progress, measured = Progress(), None
     found: dict[str, Fit] = {}
-    shares: dict[str, Quantized] = {}
+    of_quantization: dict[str, tuple[str, dict[str, Any]]] = {}
     for config in configs:
         with weights_at_hand(config, download) as plan:
             if not plan.has_draft:
@@ -41,18 +41,18 @@ def fit_heads(
             with progress.stage(f"readings of {plan.draft.folder.name}"):
                 name = str(config.draft or plan.draft.folder.name)
                 found[name] = measured.fit(plan)
-            if (share := measured.quantized(plan)) is not None:
-                shares[name] = share
+            if (said := measured.said_of_quantization(plan)) is not None:
+                of_quantization[name] = said
     if plot is not None:
         from eagle3.export.fit.plot import draw
 
         draw(found, plot)
     if as_json:
         entries = {name: fit.as_json() for name, fit in found.items()}
-        for name, share in shares.items():
-            entries[name]["quantization"] = share.as_json()
+        for name, (_, entry) in of_quantization.items():
+            entries[name]["quantization"] = entry
         click.echo(json.dumps(next(iter(entries.values())) if len(entries) == 1 else {"heads": entries}))
         return
     show(found)
-    for name, share in shares.items():
-        click.echo(f"{name}, {share.line()}")
+    for name, (line, _) in of_quantization.items():
+        click.echo(f"{name}: {line}")

@@ -1,8 +1,8 @@
 """Keeps the vectors of recurrent layers in float32 where a model is loaded in another dtype.
 
 A layer of the gated delta rule, or of Mamba 2, has a decay rate and a bias for each head (``A_log``, ``dt_bias``) and
-the weight of a norm. The rate is exponentiated twice, and its effect on the state adds up over all tokens. Published checkpoints have
-some of these vectors in float32.
+the weight of a norm. The rate is exponentiated twice, and its effect on the state adds up over all tokens. Published
+checkpoints have some of these vectors in float32.
 """
 
 from collections.abc import Iterable, Iterator

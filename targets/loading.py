@@ -54,6 +54,17 @@ def is_plain(value: Any) -> bool:  # noqa: ANN401
     return type(value) in (Tensor, nn.Parameter)
 
 
+def dequantized(_name: str, value: Tensor) -> Tensor:
+    """Return a checkpoint's quantized tensor in float32, which is exact: a code times its scale has no more bits than
+    float32 holds. Return a plain tensor unchanged."""
+    if is_plain(value):
+        return value
+    import torch
+    from executorch.extension.llm.export.quant import dequantize_weight
+
+    return dequantize_weight(value, torch.float32)
+
+
 @contextmanager
 def _bare(name: str) -> Iterator[None]:
     """Put an empty package in the place of ``name``, so that its modules can be imported without it. Afterwards the

@@ -9,21 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from eagle3.export.draft.common.pieces import Pieces
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 from eagle3.targets.softcap import softcapped
-
-
-class Pieces:
-    """The slots of the next rows in the caches: each piece of text has a range of slots."""
-
-    def __init__(self, length: int):
-        self.length = length
-        self.of_rows: Tensor | None = None
-        """int64 [T], the piece of text that each row belongs to; None means piece 0 for all rows."""
-
-    def bases(self, input_pos: Tensor) -> Tensor:
-        """Return int64 [T], the first slot of the piece of text that each row belongs to."""
-        return torch.zeros_like(input_pos) if self.of_rows is None else self.of_rows * self.length
 
 
 class WholeText(EagerAttention):
@@ -48,48 +36,59 @@ class WholeText(EagerAttention):
 
 
 class Chains(nn.Module):
-    """Computes the attention of chains that begin after every token of a text, all at once.
+    """Computes the attention of chains that begin behind many rows of pieces of text, all at once.
 
-    In step 0, each row attends to the rows of the text up to itself. In step j, whose positions begin at j, row p
-    continues the chain that began at row p. It attends to the keys of step 0 up to row p, and to its chain's keys of
-    steps 1 to j. So every row sees exactly what it would see if its chain were the only one.
+    In step 0, each row attends to the rows of its piece up to itself. In later steps each row continues a chain. It
+    attends to the keys of step 0 up to the chain's anchor, and to its chain's own keys of steps 1, 2, ... So every row
+    sees exactly what it would see if its chain were the only one.
     """
 
-    def __init__(self, shape: KVCacheShape):
+    of_text: Tensor
+
+    def __init__(self, shape: KVCacheShape, pieces: Pieces):
         super().__init__()
-        self.window = shape.window
+        self.window, self.pieces = shape.window, pieces
         self.steps: list[tuple[Tensor, Tensor]] = []
 
-    def rows(self, input_pos: Tensor, _block: Block | None = None) -> Tensor:
-        return input_pos
+    def rows(self, input_pos: Tensor, _block: Block | None = None) -> tuple[int, Tensor, Tensor | None]:
+        """Return the step, which rows of the text each row sees, bool [T, rows of the text], and which rows of the step
+        before go on."""
+        step, anchors = self.pieces.step, self.pieces.anchors
+        if step == 0 or anchors is None:
+            self.of_text = self.pieces.bases(input_pos)
+            anchors = torch.arange(len(input_pos))
+        distance = anchors[:, None] - torch.arange(len(self.of_text))
+        visible = (distance >= 0) & (self.of_text[anchors, None] == self.of_text)
+        if self.window:
+            visible = visible & (distance + step < self.window)
+        return step, visible, self.pieces.kept
 
     def forward(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rows: Tensor,
+        rows: tuple[int, Tensor, Tensor | None],
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``EagerAttention.forward``. ``rows`` are the positions; the first one is the number of the step."""
+        """See ``EagerAttention.forward``."""
         if sinks is not None:
             raise ValueError("a draft head with attention sinks is not measured")
-        step, groups = int(rows[0]), query.shape[2] // key.shape[2]
-        keys, values = (x[0].transpose(0, 1).repeat_interleave(groups, 0) for x in (key, value))  # [heads, T, head_dim]
-        self.steps = [*self.steps[:step], (keys, values)]
-        asked, (first_keys, first_values) = query[0].transpose(0, 1), self.steps[0]
-        place = torch.arange(asked.shape[1], device=query.device)
-        distance = place[:, None] + step - place
-        visible = distance >= step
-        if self.window:
-            visible = visible & (distance < self.window)
+        (step, visible, kept), groups = rows, query.shape[2] // key.shape[2]
+        own = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [kv_heads, T, head_dim]
+        earlier = [(keys[:, kept], values[:, kept]) for keys, values in self.steps[1:step]]
+        self.steps = [*self.steps[:1], *earlier, own] if step else [own]
+        (first_keys, first_values), *chain = (
+            tuple(part.repeat_interleave(groups, 0) for part in each) for each in self.steps
+        )
+        asked = query[0].transpose(0, 1)
         seen = softcapped((asked @ first_keys.mT).float() * scale, softcap).masked_fill(~visible, float("-inf"))
-        own = [softcapped((asked * keys).sum(-1, keepdim=True).float() * scale, softcap) for keys, _ in self.steps[1:]]
-        weights = torch.cat([seen, *own], dim=-1).softmax(-1).to(query.dtype)
+        scores = [softcapped((asked * keys).sum(-1, keepdim=True).float() * scale, softcap) for keys, _ in chain]
+        weights = torch.cat([seen, *scores], dim=-1).softmax(-1).to(query.dtype)
         out = weights[..., : seen.shape[-1]] @ first_values
-        for index, (_, values) in enumerate(self.steps[1:]):
+        for index, (_, values) in enumerate(chain):
             out = out + weights[..., seen.shape[-1] + index, None] * values
         return out.transpose(0, 1)[None]
 

@@ -40,9 +40,9 @@ def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]
     record = fit.as_json()
     if config.fit or (measured.writes and plan.qlinear != "none"):
         with progress.stage("measure quantization"):
-            share = measured.quantized(plan)
-        if share is not None:
-            progress.say(share.line())
-            record["quantization"] = share.as_json()
+            said = measured.said_of_quantization(plan)
+        if said is not None:
+            line, record["quantization"] = said
+            progress.say(line)
     return_freed_memory()
     return plan, record

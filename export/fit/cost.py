@@ -1,15 +1,22 @@
-"""Estimates the cost of a measurement, and decides whether an export measures without being asked to."""
+"""Estimates the cost of a measurement, decides whether an export measures without being asked to, and names the recipes
+whose effect is to be measured."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from eagle3.export.checkpoints.random_folder import LAYER
+from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.fit import texts
 from eagle3.export.planning.plan import Plan
 from eagle3.runner.hardware.memory import free_memory
 
 FLOPS_A_CORE = 2.5e10
 """The operations per second of one core of an AVX2 processor, in float32 products of some hundred rows."""
+FORWARDS = 24
+"""The forwards of a head over the text, of all of its readings: half of the text for each of 20, twice that for their
+later steps, the rest of the text for those that may be better."""
 READ_A_SECOND = 1e9
 """The bytes per second of a disk, for a file that does not stay in memory."""
 MOST_SECONDS = 60.0
@@ -43,7 +50,10 @@ def cost(plan: Plan) -> Cost:
     elements = sum(header.elements for header in plan.target_headers.values())
     draft = sum(header.elements for header in plan.draft.headers.values())
     states = texts.GIVEN * plan.target_config.hidden_size * (plan.target_config.num_hidden_layers + 2)  # of a piece
-    products = 2 * texts.GIVEN * (elements + 20 * draft) / (FLOPS_A_CORE * torch.get_num_threads())
+    multiplied = draft - _elements(plan.draft.headers, "embed_tokens.weight")
+    if plan.draft.shares_lm_head:
+        multiplied += plan.target_config.vocab_size * plan.target_config.hidden_size
+    products = 2 * texts.GIVEN * (elements + FORWARDS * multiplied) / (FLOPS_A_CORE * torch.get_num_threads())
     takes, free = 4 * (elements + draft + texts.SEGMENTS * states), free_memory()
     if free is None or takes <= free:
         return Cost(False, takes, texts.SEGMENTS * products)
@@ -51,6 +61,10 @@ def cost(plan: Plan) -> Cost:
     held = 4 * (elements - in_layers.total() + a_layer + draft + texts.STREAMED * states)
     reads = sum(header.bytes for header in plan.target_headers.values())
     return Cost(True, held, texts.STREAMED * products + reads / READ_A_SECOND)
+
+
+def _elements(headers: Mapping[str, TensorHeader], name: str) -> int:
+    return headers[name].elements if name in headers else 0
 
 
 def why_not_measured(plan: Plan, asked: bool) -> str | None:
@@ -63,3 +77,20 @@ def why_not_measured(plan: Plan, asked: bool) -> str | None:
     if not asked and estimate.seconds > MOST_SECONDS:
         return f"it would take {estimate.text()}: type --fit"
     return None
+
+
+def recipes_of(plan: Plan) -> str:
+    """Return the flags by which the plan quantizes something, as they are typed; "" where nothing is."""
+    given = {
+        "--qlinear": plan.qlinear,
+        "--qembedding": plan.config.qembedding,
+        "--draft-qlinear": plan.draft_qlinear,
+        "--kv-cache": plan.config.kv_cache,
+    }
+    return ", ".join(f"{flag} {recipe}" for flag, recipe in given.items() if recipe not in (None, "none", "checkpoint"))
+
+
+def not_measured(plan: Plan, reason: str) -> tuple[str, dict[str, Any]]:
+    """Return the line and the entry of ``export.json`` on recipes whose effect is not known, and why."""
+    recipes = recipes_of(plan)
+    return f"what {recipes} costs was not measured: {reason}", {"recipes": recipes, "not_measured": reason}

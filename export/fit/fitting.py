@@ -19,19 +19,21 @@ import torch
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.draft.common.field import Field, HeadReading, said_in
+from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.fit import texts
-from eagle3.export.fit.attention import Pieces, WholeText
-from eagle3.export.fit.cost import cost
+from eagle3.export.fit.attention import WholeText
+from eagle3.export.fit.cost import cost, not_measured, recipes_of
 from eagle3.export.fit.gain import Rounds
 from eagle3.export.fit.quantized import Quantized, share_of_quantization
 from eagle3.export.fit.search import Search, Tried
-from eagle3.export.fit.seen import look, texts_at_once, written
+from eagle3.export.fit.seen import Computed, look_at_all, texts_at_once, written
 from eagle3.export.fit.streamed import in_memory, streamed
-from eagle3.export.fit.trials import Trial, Trials
-from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, Expected, chance, of_given_text, of_rounds
+from eagle3.export.fit.trials import Trials
+from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, Expected, chance, expected
 from eagle3.export.planning.plan import LARGE, Plan
 from eagle3.export.planning.taps import Taps
+from eagle3.runner.console.command import one_line
 from eagle3.runner.contract import DRAFT_STEP, TARGET_VERIFY, TWO_ROWS
 from eagle3.targets import TapTarget
 
@@ -83,7 +85,8 @@ class Fit:
     def _entry(self, tried: Tried) -> dict[str, Any]:
         changes = {name: list(value) if isinstance(value, tuple) else value for name, value in tried.changes.items()}
         first = float(tried.trial.first.mean())
-        return {"changes": changes, **self.of(tried).as_json(), "first_accepted": round(first, 4)}
+        tokens = len(tried.trial.hits)
+        return {"changes": changes, **self.of(tried).as_json(), "first_accepted": round(first, 4), "tokens": tokens}
 
 
 class Measured:
@@ -103,32 +106,28 @@ class Measured:
         most = plan.target_config.max_position_embeddings
         if length > most:
             raise ValueError(f"the target knows {most} positions, too few for a text of {length} tokens")
-        start, side_by_side = time.monotonic(), Pieces(length)
+        start, pieces = time.monotonic(), Pieces(length)
         at_once = texts_at_once(plan.target_config, length)
         slots = length * (len(given) if self.writes else min(at_once, len(given)))
-        self.target: TapTarget = (streamed if self.streamed else in_memory)(
-            plan, slots, self.dtype, lambda shape: WholeText(replace(shape, max_seq_len=slots), side_by_side)
+        target: TapTarget = (streamed if self.streamed else in_memory)(
+            plan, slots, self.dtype, lambda shape: WholeText(replace(shape, max_seq_len=slots), pieces)
         )
         with few_threads(self.writes):
             whole = [piece.ids for piece in given]
             if tokens:
-                whole = written(self.target, given, tokens, side_by_side, plan.eos_ids)
-            layers = plan.target_config.num_hidden_layers
-            self.seen = [
-                each
-                for at in range(0, len(given), at_once)
-                for each in look(self.target, layers, given[at : at + at_once], whole[at : at + at_once], side_by_side)
-            ]
+                whole = written(target, given, tokens, pieces, plan.eos_ids)
+            seen = look_at_all(target, plan.target_config, given, whole, pieces, at_once)
+        self.over = Computed(target, seen, pieces, at_once, self.writes)
         self.seconds = time.monotonic() - start
 
     @property
     def tokens(self) -> int:
         """The number of tokens after which a chain begins."""
-        return sum(len(each.tokens) - each.begin for each in self.seen)
+        return sum(len(each.tokens) - each.begin for each in self.over.seen)
 
     def text(self) -> str:
         """Return a description of the text, for a person."""
-        kinds = ", ".join(dict.fromkeys(each.kind for each in self.seen))
+        kinds = ", ".join(dict.fromkeys(each.kind for each in self.over.seen))
         whose = "the target's own greedy tokens" if self.writes else "tokens"
         return f"{self.tokens} {whose} behind {kinds}" if self.writes else f"{self.tokens} {whose} of {kinds}"
 
@@ -139,15 +138,15 @@ class Measured:
         file = HeadReading(plan.draft, plan.taps, plan.target_config)
         with few_threads(self.writes):
             compared = min(plan.chain_len, COMPARED)
-            trials = Trials(file, self.target, self.seen, compared, self.dtype)
-            wanted = torch.cat([each.greedy[each.begin :] for each in self.seen])
+            trials = Trials(file, self.over, compared, self.dtype)
+            wanted = torch.cat([each.greedy[each.begin :] for each in self.over.seen])
             search = Search(trials, fields, chance(wanted))
             verdict, best = search.run(file)
-            expected = {place: self._expected(trials, each.trial) for place, each in enumerate(search.tried)}
+            found = {place: expected(trials, each.trial) for place, each in enumerate(search.tried)}
             if plan.chain_len > compared:
                 whole = trials.with_length(plan.chain_len)
                 for each in dict.fromkeys((search.tried[0], best)):
-                    expected[search.tried.index(each)] = self._expected(whole, whole.run(each.reading))
+                    found[search.tried.index(each)] = expected(whole, whole.run(each.reading))
         facts = {
             "text": self.text(),
             "seed": self.seed,
@@ -157,23 +156,30 @@ class Measured:
             "chance": round(search.chance, 4),
             "seconds": round(self.seconds + time.monotonic() - start, 2),
         }
-        fit = Fit(
-            verdict, search.tried[0], best, tuple(search.tried), expected, fields, open_fields(plan, fields), facts
-        )
+        fit = Fit(verdict, search.tried[0], best, tuple(search.tried), found, fields, open_fields(plan, fields), facts)
         length = best_chain_len(plan, fit.of(best).rates)
         facts["best_chain_len"] = length
         return fit
 
     def quantized(self, plan: Plan) -> Quantized | None:
-        """Measure what the plan's recipes cost; see ``share_of_quantization``. None for a target that does not fit
-        into memory."""
+        """Measure what the plan's recipes cost; see ``share_of_quantization``. Raises ValueError for a target that does
+        not fit into memory."""
         if self.streamed:
-            return None
+            raise ValueError("the target does not fit into memory")
         with few_threads(self.writes):
-            return share_of_quantization(plan, self.seen, self.target)
+            return share_of_quantization(plan, self.over)
 
-    def _expected(self, trials: Trials, trial: Trial) -> Expected:
-        return of_rounds(trials.rounds(trial), trials.length) if self.writes else of_given_text(trial)
+    def said_of_quantization(self, plan: Plan) -> tuple[str, dict[str, Any]] | None:
+        """Return a line on what the plan's recipes cost, or why that was not measured, and the entry of
+        ``export.json``; None if nothing is quantized."""
+        if not recipes_of(plan):
+            return None
+        try:
+            share = self.quantized(plan)
+        # some recipes need a GPU, and nothing depends on this figure
+        except Exception as error:  # noqa: BLE001
+            return not_measured(plan, one_line(error))
+        return (share.line(), share.as_json()) if share else None
 
 
 @contextmanager

@@ -1,43 +1,49 @@
 """Measures what quantization costs: the share of tokens that change, and the acceptance of the head on the quantized
 target.
 
-The unquantized target wrote the text, so that both are compared after the same tokens.
+The unquantized target wrote the text, so that both are compared after the same tokens, by the chains behind each of
+them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from eagle3.export.draft.common.field import HeadReading
-from eagle3.export.fit.attention import Pieces, WholeText
-from eagle3.export.fit.seen import Seen, look
+from eagle3.export.draft.common.pieces import Pieces
+from eagle3.export.fit.attention import WholeText
+from eagle3.export.fit.cost import recipes_of
+from eagle3.export.fit.seen import Computed, look_at_all
 from eagle3.export.fit.texts import Piece
 from eagle3.export.fit.trials import Trials
 from eagle3.export.fit.verdict import Expected, of_given_text
-from eagle3.export.lowering.backend import load_backend
+from eagle3.export.lowering.backend import Backend, load_backend
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
-from eagle3.targets import TapTarget
-from eagle3.targets.attention import with_int8_caches
+from eagle3.targets.attention import AttentionFactory, with_int8_caches
+
+DTYPE = torch.float32
 
 
 @dataclass(frozen=True)
 class Quantized:
     """The effect of quantization on one head. ``changed`` is the share of the text's tokens after which the quantized
-    target gives another greedy token."""
+    target gives another greedy token; ``before`` and ``after`` are the chains behind all tokens of the text."""
 
     recipes: str
     changed: float
     before: Expected
     after: Expected
+    in_float32: bool
+    """True if the artifact computes with another dtype, whose rounding is not in the figures."""
 
     def line(self) -> str:
         """Return the line to print."""
+        weights = "; the rounding of bfloat16 is not in it" if self.in_float32 else ""
         return (
-            f"{self.recipes}: {self.changed:.1%} of the target's tokens change, and a round gives "
-            f"{self.after.text()} in place of {self.before.text()}, on the text of the unquantized target"
+            f"{self.recipes}: {self.changed:.1%} of the target's tokens change, and chains behind all tokens of the "
+            f"unquantized target's text give {self.after.text()} in place of {self.before.text()}{weights}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -46,41 +52,49 @@ class Quantized:
             "changed_tokens": round(self.changed, 4),
             "unquantized": self.before.as_json(),
             "quantized": self.after.as_json(),
+            "in_float32": self.in_float32,
         }
 
 
 @torch.no_grad()
-def share_of_quantization(plan: Plan, seen: Sequence[Seen], unquantized: TapTarget) -> Quantized | None:
-    """Measure the plan's recipes on a text that the ``unquantized`` target has ``seen``. Returns None if nothing is
-    quantized, or if the quantized models do not run on this machine."""
-    given = {"--qlinear": plan.qlinear, "--draft-qlinear": plan.draft_qlinear}
-    recipes = [f"{flag} {recipe}" for flag, recipe in given.items() if recipe not in ("none", "checkpoint")]
-    recipes += ["--kv-cache int8"] if plan.config.int8_caches else []
-    backend = load_backend(plan.config.backend)
-    if not recipes or not backend.eager_on_host:
+def share_of_quantization(plan: Plan, over: Computed) -> Quantized | None:
+    """Measure the plan's recipes on a text that the unquantized target has computed, ``over``. Returns None if nothing
+    is quantized.
+
+    Raises ValueError for recipes that quantize on a GPU alone.
+    """
+    if not (recipes := recipes_of(plan)):
         return None
-    length = max(len(each.tokens) for each in seen)
-    pieces = Pieces(length)
-    factory: Any = lambda shape: WholeText(shape, pieces)  # noqa: E731 - an attention as backends make it
+    backend = load_backend(plan.config.backend)
+    reading = HeadReading(plan.draft, plan.taps, plan.target_config)
+    before = of_given_text(Trials(reading, over, plan.chain_len, DTYPE).run(reading))
+    again = quantized_target(plan, over, backend)
+    trials = Trials(reading, again, plan.chain_len, DTYPE)
+    head = trials.head(reading)
+    backend.prepare_measured(Eagle3Speculator(again.target, head, plan.taps), plan)
+    after = of_given_text(trials.of_head(head, reading))
+    pairs = zip(over.seen, again.seen, strict=True)
+    differ = [(one.greedy != other.greedy)[one.begin - 1 :].float() for one, other in pairs]
+    return Quantized(recipes, float(torch.cat(differ).mean()), before, after, backend.dtype != DTYPE)
+
+
+def quantized_target(plan: Plan, over: Computed, backend: Backend) -> Computed:
+    """Return the plan's quantized target with its states of the same text; the same target if the plan does not
+    quantize it."""
+    if plan.qlinear == "none" and plan.config.qembedding in (None, "none") and not plan.config.int8_caches:
+        return over
+    at_once = min(over.at_once, len(over.seen))
+    pieces, slots = Pieces(over.pieces.length), over.pieces.length * at_once
+    whole: AttentionFactory = lambda shape: WholeText(replace(shape, max_seq_len=slots), pieces)  # noqa: E731
     target = plan.spec.module().load(
         plan.target_source.tensors(),
         plan.target_config,
-        length,
-        backend.dtype,
-        with_int8_caches(factory) if plan.config.int8_caches else factory,
-        backend.conversion(plan),
+        slots,
+        DTYPE,
+        with_int8_caches(whole) if plan.config.int8_caches else whole,
+        backend.measured_conversion(plan),
     )
-    reading = HeadReading(plan.draft, plan.taps, plan.target_config)
-    layers = plan.target_config.num_hidden_layers
-    begun = [Piece(each.kind, each.tokens[: each.begin].tolist()) for each in seen]
-    again = [
-        look(target, layers, [of], [each.tokens.tolist()], pieces)[0] for of, each in zip(begun, seen, strict=True)
-    ]
-    trials = Trials(reading, target, again, plan.chain_len, backend.dtype)
-    head = trials.head(reading)
-    backend.prepare(Eagle3Speculator(target, head, plan.taps), plan)
-    after = of_given_text(trials.of_head(head, reading))
-    whole = Trials(reading, unquantized, seen, plan.chain_len, backend.dtype)
-    before = of_given_text(whole.run(reading))
-    differ = [(one.greedy != other.greedy)[one.begin - 1 :].float() for one, other in zip(seen, again, strict=True)]
-    return Quantized(", ".join(recipes), float(torch.cat(differ).mean()), before, after)
+    begun = [Piece(each.kind, each.tokens[: each.begin].tolist()) for each in over.seen]
+    tokens = [each.tokens.tolist() for each in over.seen]
+    seen = look_at_all(target, plan.target_config, begun, tokens, pieces, at_once)
+    return Computed(target, seen, pieces, at_once, over.written)

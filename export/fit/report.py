@@ -28,17 +28,18 @@ _FIGURES = ("tokens a round", "95%", "by position")
 
 
 def readings_table(fit: Fit) -> Any:  # noqa: ANN401 - rich's table
-    """Return the table of a head's readings, best first."""
+    """Return the table of a head's readings, best first. A reading that was given up has fewer tokens than others."""
     ordered = sorted(fit.tried, key=lambda each: (-fit.of(each).length, len(each.changes)))
     rows = (
         (
             fit.typed(each) or "as its files say",
             "*" if each is fit.best else "",
             *_figures(fit, each),
+            str(len(each.trial.hits)),
         )
         for each in ordered
     )
-    columns = ("reading", "best", *_FIGURES)
+    columns = ("reading", "best", *_FIGURES, "tokens")
     return table(f"Readings ({fit.facts['text']})", columns, rows, numbers=columns[2:])
 
 

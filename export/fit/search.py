@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle3.export.draft.common.field import Field, HeadReading
 from eagle3.export.fit.trials import Trial, Trials
-from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, beyond_chance, clearly_better
+from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, beyond_chance, clearly_better, may_be_better
 
 BEAM, PROMISING = 1, 2
 """``BEAM`` is the number of readings with one change to which a second one is added if none is better alone.
@@ -30,6 +30,11 @@ class Tried:
     @property
     def likelihood(self) -> float:
         return float(self.trial.likelihood.mean())
+
+    @property
+    def begun(self) -> "Tried":
+        """The reading with its chains in the first half of the text, which all readings have."""
+        return replace(self, trial=self.trial.begun())
 
 
 @dataclass
@@ -70,8 +75,8 @@ class Search:
                     continue
 
     def _try(self, file: HeadReading, readings: Iterator[HeadReading], most: int | None = None) -> None:
-        """Run the readings that have not been run yet. With ``most``, run only their first proposals, and then the most
-        promising ones whole."""
+        """Run the readings that have not been run yet, each as long as it may be better than the files' own. With
+        ``most``, run only their first proposals on the first half of the text, and then the most promising ones."""
         known, found = [each.changes for each in self.tried], []
         for reading in readings:
             changes = changed_fields(self.fields, file, reading)
@@ -79,13 +84,20 @@ class Search:
                 continue
             known.append(changes)
             try:
-                found.append(Tried(reading, changes, self.trials.run(reading, None if most is None else 1)))
+                found.append(Tried(reading, changes, self._run(reading) if most is None else self._begin(reading)))
             # the head's tensors do not have the shapes of this reading
             except (RuntimeError, ValueError, AssertionError, IndexError):
                 continue
         if most is not None:
-            found = [replace(each, trial=self.trials.run(each.reading)) for each in _foremost(found, most)]
+            found = [replace(each, trial=self._run(each.reading)) for each in _foremost(found, most)]
         self.tried += found
+
+    def _run(self, reading: HeadReading) -> Trial:
+        own = self.tried[0].trial
+        return self.trials.run(reading, lambda begun: may_be_better(begun, own))
+
+    def _begin(self, reading: HeadReading) -> Trial:
+        return self.trials.of_head(self.trials.head(reading), reading, steps=1, goes_on=lambda _begun: False)
 
     def _best(self, own: Tried) -> Tried:
         """Return the best of the readings that are clearly better than the files'; the files' own if there is none."""
@@ -112,10 +124,11 @@ class Search:
 
 
 def _foremost(tried: Sequence[Tried], count: int) -> list[Tried]:
-    """Return the ``count`` best readings by acceptance, and the ``count`` best of the rest by likelihood."""
-    chosen = sorted(tried, key=lambda each: (each.accepted, each.likelihood))[-count:]
+    """Return the ``count`` best readings by acceptance in the first half of the text, and the ``count`` best of the
+    rest by likelihood."""
+    chosen = sorted(tried, key=lambda each: (each.begun.accepted, each.begun.likelihood))[-count:]
     rest = [each for each in tried if each not in chosen]
-    return chosen + sorted(rest, key=lambda each: each.likelihood)[-count:]
+    return chosen + sorted(rest, key=lambda each: each.begun.likelihood)[-count:]
 
 
 def changed_fields(fields: Sequence[Field], file: HeadReading, reading: HeadReading) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eagle3.export.fit.attention import Pieces
+from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.fit.texts import Piece
 from eagle3.targets import TapTarget
 from eagle3.targets.spec import is_recurrent
@@ -40,6 +40,20 @@ class Seen:
     def feature_of(self, taps: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Return the states that a head takes: those at its taps, or the final state if it has none."""
         return tuple(self.states[tap] for tap in taps) if taps else (self.final,)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A target with what it computed of a text."""
+
+    target: TapTarget
+    seen: Sequence[Seen]
+    pieces: Pieces
+    """Read by the target's attention."""
+    at_once: int
+    """The number of pieces of text that fit into the target's caches."""
+    written: bool
+    """True if a target wrote the text, from the beginnings of pieces."""
 
 
 @torch.no_grad()
@@ -100,14 +114,33 @@ def look(
     return found
 
 
+def look_at_all(
+    target: TapTarget,
+    config: PreTrainedConfig,
+    texts: Sequence[Piece],
+    whole: Sequence[list[int]],
+    pieces: Pieces,
+    at_once: int,
+) -> list[Seen]:
+    """Compute texts with their continuations, as many of them at once as ``texts_at_once`` said."""
+    layers = config.num_hidden_layers
+    return [
+        each
+        for at in range(0, len(texts), at_once)
+        for each in look(target, layers, texts[at : at + at_once], whole[at : at + at_once], pieces)
+    ]
+
+
 def _kept(module: Any, slots: slice) -> tuple[Tensor, ...]:  # noqa: ANN401 - an attention of a factory
     return tuple(part[:, :, slots].clone() for part in module.written(None, None, None))
 
 
 @torch.no_grad()
-def restore(target: TapTarget, seen: Seen) -> None:
-    """Write a text's keys and values into the target's caches again, as they were after it."""
-    for kind, parts in seen.kept.items():
-        module: Any = target.kept(kind)
-        for cache, part in zip(module.written(None, None, None), parts, strict=True):
-            cache[:, :, : part.shape[2]] = part
+def restore(target: TapTarget, group: Sequence[Seen], pieces: Pieces) -> None:
+    """Write the keys and values of pieces of text into the target's caches again, side by side."""
+    for index, seen in enumerate(group):
+        for kind, parts in seen.kept.items():
+            module: Any = target.kept(kind)
+            for cache, part in zip(module.written(None, None, None), parts, strict=True):
+                first = index * pieces.length
+                cache[:, :, first : first + part.shape[2]] = part

@@ -20,17 +20,8 @@ from eagle3.export.speculator.tensor_files import return_freed_memory
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.input_order import INPUT_ORDER
-from eagle3.targets.loading import is_plain
+from eagle3.targets.loading import dequantized
 from eagle3.targets.spec import Skeleton
-
-
-def dequantized(_name: str, value: Tensor) -> Tensor:
-    """Return a checkpoint's tensor as it is, one that is quantized in float32."""
-    if is_plain(value):
-        return value
-    from executorch.extension.llm.export.quant import dequantize_weight
-
-    return dequantize_weight(value, torch.float32)
 
 
 def in_memory(plan: Plan, slots: int, dtype: torch.dtype, attention: AttentionFactory) -> TapTarget:

@@ -1,7 +1,7 @@
 """Runs a head over a text with one reading, and counts how many of its proposals the target accepts."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,11 @@ from eagle3.export.draft.common.head import Head
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.fit.attention import Blocks, Chains
-from eagle3.export.fit.seen import Seen, restore
-from eagle3.targets import TapTarget
+from eagle3.export.fit.seen import Computed, Seen, restore
+from eagle3.targets.attention import AttentionFactory
 
+LOGITS_AT_ONCE = 2**26
+"""The most logits that one forward of a head computes, where a piece of text has fewer."""
 UNSPOKEN = -20.0
 """The log-likelihood of a token that the head's vocabulary lacks, in nats."""
 
@@ -53,32 +55,46 @@ class Trial:
     """The outcome of N chains, each of K proposals after an anchor."""
 
     hits: Tensor
-    """bool [N, K]: True if the proposal and all before it equal the target's tokens."""
+    """bool [N, K]: True if the proposal and all before it equal the target's tokens, as far as those are known."""
     known: Tensor
     """bool [N, K]: True if the target's token is known there, which needs a text that continues with the target's own
     tokens so far."""
     likelihood: Tensor
     """float [N]: the logarithm of the probability that the head gives to the target's next token."""
+    half: int
+    """The number of chains in the first half of the text. There are no others if the reading was given up there."""
 
     @property
     def accepted(self) -> Tensor:
         """float [N], the number of accepted proposals of each chain, as far as the target's tokens are known."""
-        return (self.hits & self.known).sum(1).float()
+        return self.hits.sum(1).float()
 
     @property
     def first(self) -> Tensor:
         """float [N], 1 if the first proposal is accepted."""
-        return (self.hits[:, 0] & self.known[:, 0]).float()
+        return self.hits[:, 0].float()
+
+    def begun(self) -> "Trial":
+        """Return the chains in the first half of the text."""
+        return Trial(self.hits[: self.half], self.known[: self.half], self.likelihood[: self.half], self.half)
 
 
 class Trials:
     """Runs the readings of one head over a text that its target has seen."""
 
-    def __init__(self, reading: HeadReading, target: TapTarget, seen: Sequence[Seen], length: int, dtype: torch.dtype):
-        self.target, self.seen, self.dtype = target, seen, dtype
-        draft = reading.draft
+    def __init__(self, reading: HeadReading, over: Computed, length: int, dtype: torch.dtype):
+        """Hold the head's tensors. ``length`` is that of the chains."""
+        self.over, self.dtype = over, dtype
+        draft, seen = reading.draft, over.seen
         self.source = HeldTensors(draft.source, list(draft.tensor_names), dtype)
-        self.spans = [slice(each.begin - 1, len(each.tokens) - 1) for each in seen]
+        wide = LOGITS_AT_ONCE // (draft.draft_vocab_size * max(len(each.tokens) for each in seen))
+        at_once = 1 if draft.block_rows else max(1, min(over.at_once, wide))
+        middle = (len(seen) + 1) // 2
+        self.halves = [
+            [part[at : at + at_once] for at in range(0, len(part), at_once)] for part in (seen[:middle], seen[middle:])
+        ]
+        chains = [sum(len(each.tokens) - each.begin for each in part) for part in (seen[:middle], seen[middle:])]
+        self.half = chains[0] if chains[1] else (chains[0] + 1) // 2
         self._set_length(length)
 
     def with_length(self, length: int) -> "Trials":
@@ -89,63 +105,90 @@ class Trials:
 
     def _set_length(self, length: int) -> None:
         self.length = length
-        self.known = torch.cat([self._known(each) for each in self.seen])
+        self.known = torch.cat([self._known(each) for each in self.over.seen])
 
     def _known(self, seen: Seen) -> Tensor:
-        count, end = len(seen.tokens) - seen.begin, len(seen.tokens)
-        follows = seen.tokens[1:] == seen.greedy[:-1]  # True if token i + 1 of the text is the greedy one
-        known = torch.zeros(count, self.length, dtype=torch.bool)
-        for row in range(count):
-            anchor = seen.begin + row
-            for step in range(min(self.length, end - anchor)):
-                if step and not follows[anchor + step - 1]:
-                    break
-                known[row, step] = True
-        return known
+        follows = (
+            seen.tokens[seen.begin + 1 :] == seen.greedy[seen.begin : -1]
+        )  # the text goes on with the greedy token
+        padded = torch.cat((follows, follows.new_zeros(self.length)))
+        so_far = padded.unfold(0, self.length, 1)[: len(follows) + 1, :-1].cumprod(1).bool()
+        return torch.cat((torch.ones(len(so_far), 1, dtype=torch.bool), so_far), dim=1)
 
     @torch.no_grad()
     def head(self, reading: HeadReading) -> Head:
         """Load the head with a reading. Raises what loading raises."""
         draft = replace(reading.draft, source=self.source)
         proposals = 1 if isinstance(draft, EagleDescription) else draft.proposals(self._length(reading))
-        slots = max(len(each.tokens) for each in self.seen) + self.length + draft.block_rows + 1
-        attention = Blocks if draft.block_rows else Chains
-        return load_draft(draft, slots, self.dtype, attention, self.target, proposals)
+        slots = max(len(each.tokens) for each in self.over.seen) + self.length + draft.block_rows + 1
+        attention: AttentionFactory = Blocks if draft.block_rows else lambda shape: Chains(shape, self.over.pieces)
+        head = load_draft(draft, slots, self.dtype, attention, self.over.target, proposals)
+        head.checks_positions = False
+        return head
 
     def _length(self, reading: HeadReading) -> int:
         return min(self.length, reading.draft.longest_chain or self.length)
 
-    @torch.no_grad()
-    def run(self, reading: HeadReading, length: int | None = None) -> Trial:
-        """Run a reading with chains of ``length``, by default the whole chain; positions after it count as misses."""
-        head, steps = self.head(reading), min(length or self.length, self._length(reading))
-        return self.of_head(head, reading, steps)
+    def run(self, reading: HeadReading, goes_on: Callable[[Trial], bool] = lambda _begun: True) -> Trial:
+        """Run a reading. ``goes_on`` is asked after the first half of the text whether to run the other as well."""
+        return self.of_head(self.head(reading), reading, goes_on=goes_on)
 
     @torch.no_grad()
-    def of_head(self, head: Head, reading: HeadReading, steps: int | None = None) -> Trial:
-        """Run a loaded head."""
-        hits, likelihood, steps = [], [], steps or self._length(reading)
-        ids_in_target = head.ids_in_target()
-        for seen, span in zip(self.seen, self.spans, strict=True):
-            restore(self.target, seen)
-            feature = head.fuse(seen.feature_of(reading.taps))[:, : span.stop].to(self.dtype)
-            proposed, logits = head.chains(seen.tokens[None, 1:], feature, steps, span.start)
-            wanted = seen.greedy[seen.begin :]
-            padded = torch.cat((wanted, wanted.new_full((steps,), -1)))
-            aims = padded.unfold(0, steps, 1)[: len(wanted)]
-            right = torch.zeros(len(wanted), self.length, dtype=torch.bool)
-            right[:, :steps] = (proposed == aims).cumprod(1).bool()
-            hits.append(right)
-            likelihood.append(_likelihood(logits, wanted, ids_in_target))
-        return Trial(torch.cat(hits), self.known, torch.cat(likelihood))
+    def of_head(
+        self,
+        head: Head,
+        reading: HeadReading,
+        steps: int | None = None,
+        goes_on: Callable[[Trial], bool] = lambda _begun: True,
+    ) -> Trial:
+        """Run a loaded head. ``steps`` is the number of proposals of a chain; those after it count as missed."""
+        steps = min(steps or self.length, self._length(reading))
+        found: list[tuple[Tensor, Tensor]] = []
+        for part in self.halves:
+            if found and not (part and goes_on(self._trial(found))):
+                break
+            found += [self._of_group(head, reading, group, steps) for group in part]
+        return self._trial(found)
+
+    def _trial(self, found: list[tuple[Tensor, Tensor]]) -> Trial:
+        hits = torch.cat([each for each, _ in found])
+        return Trial(hits, self.known[: len(hits)], torch.cat([each for _, each in found]), self.half)
+
+    def _of_group(self, head: Head, reading: HeadReading, group: Sequence[Seen], steps: int) -> tuple[Tensor, Tensor]:
+        """Return the hits and likelihoods of chains behind some pieces of text, which are computed at once."""
+        restore(self.over.target, group, self.over.pieces)
+        lengths = [len(each.tokens) - 1 for each in group]
+        self.over.pieces.of_rows = torch.arange(len(group)).repeat_interleave(torch.tensor(lengths))
+        rows = torch.cat([torch.arange(length) for length in lengths])
+        taps = zip(*(each.feature_of(reading.taps) for each in group), strict=True)
+        states = tuple(
+            torch.cat([state[:, :length] for state, length in zip(tap, lengths, strict=True)], dim=1) for tap in taps
+        )
+        tokens = torch.cat([each.tokens[1:] for each in group])
+        begins = torch.cat([torch.full((length,), each.begin - 1) for each, length in zip(group, lengths, strict=True)])
+        wanted = torch.cat([self._wanted(each, steps) for each in group])
+        anchors = (rows >= begins).nonzero()[:, 0]
+        feature = head.fuse(states).to(self.dtype)
+        hits, logits = head.chains(tokens[None], feature, rows, anchors, wanted, self.over.pieces)
+        self.over.pieces.of_rows = None
+        missed = hits.new_zeros(len(hits), self.length - steps)
+        return torch.cat((hits, missed), dim=1), _likelihood(logits, wanted[:, 0], head.ids_in_target())
+
+    def _wanted(self, seen: Seen, steps: int) -> Tensor:
+        """Return int64 [N, steps], the target's tokens after each anchor, -1 where they are not known."""
+        greedy = seen.greedy[seen.begin :]
+        aims = torch.cat((greedy, greedy.new_full((steps,), -1))).unfold(0, steps, 1)[: len(greedy)]
+        return aims.masked_fill(~self._known(seen)[:, :steps], -1)
 
     def rounds(self, trial: Trial) -> list[int]:
         """Return the number of tokens of each round in which the text would be decoded. Rounds that the end of the text
         cuts short are left out."""
         found, at = [], 0
-        for seen in self.seen:
+        for seen in self.over.seen:
+            if at == len(trial.hits):  # given up here
+                break
             count = len(seen.tokens) - seen.begin
-            accepted = (trial.hits & trial.known)[at : at + count].sum(1).tolist()
+            accepted = trial.hits[at : at + count].sum(1).tolist()
             whole, row = trial.known[at : at + count, -1].tolist(), 0
             while row < count:
                 if whole[row]:
@@ -156,14 +199,14 @@ class Trials:
 
 
 def _likelihood(logits: Tensor, wanted: Tensor, ids_in_target: Tensor | None) -> Tensor:
-    logs = logits.float().log_softmax(-1)
+    whole = torch.cat([part.float().logsumexp(-1) for part in logits.split(64)])
     if ids_in_target is None:
-        return logs.gather(1, wanted[:, None])[:, 0].clamp_min(UNSPOKEN)
+        return (logits.gather(1, wanted[:, None])[:, 0].float() - whole).clamp_min(UNSPOKEN)
     order = ids_in_target.argsort()
     ascending = ids_in_target[order]
-    place = torch.searchsorted(ascending, wanted).clamp_max(len(order) - 1)
+    place = torch.searchsorted(ascending, wanted.contiguous()).clamp_max(len(order) - 1)
     spoken = ascending[place] == wanted
-    found = logs.gather(1, order[place][:, None])[:, 0].clamp_min(UNSPOKEN)
+    found = (logits.gather(1, order[place][:, None])[:, 0].float() - whole).clamp_min(UNSPOKEN)
     return torch.where(spoken, found, torch.full_like(found, UNSPOKEN))
 
 

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.export.fit.trials import Trial, mean_and_error
+from eagle3.export.fit.trials import Trial, Trials, mean_and_error
 
 FITS, ANOTHER, NO_PAIR = "fits", "another reading", "no pair"
 FALSE_ALARM = 0.01
 """The probability that any of a head's readings looks better by chance."""
 LEAST_GAIN = 0.03
 """The smallest gain in a round's length, as a share, for which a head's files are contradicted."""
+ON_EACH_HALF = 1.0
+"""The gain on each half of the text, in standard errors, so that no single piece of text decides."""
 CERTAIN = 1.96
 """The half-width of a 95% interval, in standard errors."""
 
@@ -32,19 +34,34 @@ def z_for(comparisons: int) -> float:
 def clearly_better(trial: Trial, other: Trial, comparisons: int) -> bool:
     """Return True if the chains of ``trial`` are longer than those of ``other`` beyond the noise of
     ``comparisons`` comparisons. The noise is that of the lengths, or that of the tokens' likelihoods, which show a
-    difference sooner."""
-    longer = trial.accepted - other.accepted
+    difference sooner. The gain must also exceed a standard error on each half of the text. A trial that was given up
+    after the first half is not better."""
+    if len(trial.hits) < len(other.hits):
+        return False
+    longer, likelier = _gained(trial, other)
     if float(longer.mean()) <= LEAST_GAIN * (1 + float(other.accepted.mean())):
         return False
-    return any(_beyond_noise(each, comparisons) for each in (longer, trial.likelihood - other.likelihood))
+    return any(
+        _exceeds(gain, z_for(comparisons))
+        and all(_exceeds(half, ON_EACH_HALF) for half in (gain[: trial.half], gain[trial.half :]))
+        for gain in (longer, likelier)
+    )
 
 
-def _beyond_noise(gained: Tensor, comparisons: int) -> bool:
-    """Return True if the gain at each anchor [N] is beyond the noise on the whole text, and beyond two standard errors
-    on each half."""
-    mean, error = mean_and_error(gained)
-    halves = gained.split((len(gained) + 1) // 2)
-    return mean > z_for(comparisons) * error and all(each > 2 * noise for each, noise in map(mean_and_error, halves))
+def may_be_better(begun: Trial, other: Trial) -> bool:
+    """Return False for chains ``begun`` in the first half of the text that ``clearly_better`` cannot find better than
+    those of ``other``, whatever the second half gives."""
+    return any(_exceeds(gain, ON_EACH_HALF) for gain in _gained(begun, other.begun()))
+
+
+def _gained(trial: Trial, other: Trial) -> tuple[Tensor, Tensor]:
+    return trial.accepted - other.accepted, trial.likelihood - other.likelihood
+
+
+def _exceeds(gain: Tensor, errors: float) -> bool:
+    """Return True if the mean of the gain at each anchor [N] is more than so many standard errors."""
+    mean, error = mean_and_error(gain)
+    return mean > errors * error
 
 
 def chance(wanted: Tensor) -> float:
@@ -95,6 +112,12 @@ class Expected:
         }
 
 
+def expected(trials: Trials, trial: Trial) -> Expected:
+    """Return what to expect of a reading: of the rounds in which a text would be decoded that the target wrote itself,
+    otherwise of chains behind every token."""
+    return of_rounds(trials.rounds(trial), trials.length) if trials.over.written else of_given_text(trial)
+
+
 def of_rounds(rounds: list[int], length: int) -> Expected:
     """Return what to expect, from the rounds of a text that the target itself wrote."""
     tokens = torch.tensor(rounds or [1]).float()
@@ -111,20 +134,22 @@ def of_given_text(trial: Trial) -> Expected:
     tokens."""
     product, rates, intervals, variance = 1.0, [], [], 0.0
     so_far = torch.ones(len(trial.hits), dtype=torch.bool)
-    steps: list[tuple[float, int]] = []
+    steps: list[tuple[float, float, int]] = []
     for position in range(trial.hits.shape[1]):
         tried = so_far & trial.known[:, position]
         accepted, count = int((trial.hits[:, position] & tried).sum()), int(tried.sum())
-        rate = accepted / count if count else (steps[-1][0] if steps else 0.0)
+        rate = accepted / count if count else (steps[-1][1] if steps else 0.0)
         low, high = wilson(accepted, count)
         rates.append(product * rate)
         intervals.append((product * low, product * high))
+        steps.append((product, rate, count))
         product *= rate
-        steps.append((rate, count))
         so_far = tried & trial.hits[:, position]
-    for at, (rate, count) in enumerate(steps):
-        slope = sum(rates[at:]) / rate if rate else 1.0
+    behind = 0.0  # the proposals accepted after a position, of those whose proposal there is accepted
+    for before, rate, count in reversed(steps):
+        slope = before * (1 + behind)
         variance += slope**2 * max(rate * (1 - rate), 0.25 / max(1, count)) / max(1, count)
+        behind = rate * (1 + behind)
     total, error = 1.0 + sum(rates), variance**0.5
     bounds = max(1.0, total - CERTAIN * error), min(1.0 + len(rates), total + CERTAIN * error)
     return Expected(total, bounds, tuple(rates), tuple(intervals), 0)

@@ -52,7 +52,7 @@ def plan_methods(
     ``verify_rows``, the verify window is as long as the chain. Raises ValueError with the flag to change.
     """
     shortest, longest = spec.min_forward_len(target_config), spec.max_forward_len(target_config)
-    check_convolutions(config, target_config)
+    check_states(config, target_config)
     of_target, least = sliding_window(target_config), BACKENDS[config.backend].few_rows(2) + 1
     if 0 < of_target < least:
         raise ValueError(

@@ -20,7 +20,8 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.fit.fitting import Fit, Measured, few_threads, read_plan
-from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR
+from eagle3.export.fit.trials import Trials, mean_and_error
+from eagle3.export.fit.verdict import ANOTHER, CERTAIN, FITS, LEAST_GAIN, NO_PAIR
 from eagle3.export.lowering.backend import load_backend
 from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.plan import Plan, make_plan
@@ -71,25 +72,21 @@ def _same_taps(pair: tuple[Any, Any]) -> bool:
     return len(names) == 1 or names == {"aux_layers", "aux_convention"}
 
 
-def judged(fit: Fit, fault: Fault, right: HeadReading) -> str:
-    """Return "found", "no pair", "in the noise" (the faulty head is accepted as often as the right reading), or
-    "WRONG"."""
-    best = fit.best.reading
+def judged(fit: Fit, fault: Fault, right: HeadReading, measured: Measured) -> str:
+    """Return "found"; "no pair"; what the chosen reading loses beside the right one, "less than 3%" or "in the noise";
+    or "WRONG". Both are compared by their chains behind the same tokens, with a 95% interval."""
     if not fault.changes:
         return "left alone" if fit.verdict == FITS else "WRONG"
-    if fit.verdict == ANOTHER:
-        fields = fit.fields
-        same = all(field.value(best) == field.value(right) for field in fields)
-        return "found" if same else "another, as good" if _as_good(fit, right) else "WRONG"
     if fit.verdict == NO_PAIR:
         return "no pair"
-    return "in the noise" if _as_good(fit, right) else "WRONG"
-
-
-def _as_good(fit: Fit, right: HeadReading) -> bool:
-    """Return True if the chosen reading is accepted as often as the right one, within the confidence interval."""
-    found = [each for each in fit.tried if all(f.value(each.reading) == f.value(right) for f in fit.fields)]
-    return bool(found) and fit.of(found[0]).length <= fit.of(fit.best).interval[1]
+    if fit.verdict == ANOTHER and all(field.value(fit.best.reading) == field.value(right) for field in fit.fields):
+        return "found"
+    chains = fit.best.trial.accepted
+    trials = Trials(right, measured.over, fit.best.trial.hits.shape[1], measured.dtype)
+    lost, error = mean_and_error(trials.run(right).accepted - chains)
+    if lost <= LEAST_GAIN * (1 + float(chains.mean())):
+        return "less than 3%"
+    return "in the noise" if lost <= CERTAIN * error else "WRONG"
 
 
 def randomized(plan: Plan, seed: int) -> Plan:
@@ -117,7 +114,7 @@ def played(plan: Plan, measured: Measured) -> float:
     session = EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))
     stats = GenerationStats()
     with few_threads(True):
-        for seen in measured.seen:
+        for seen in measured.over.seen:
             prompt = seen.tokens[: seen.begin].tolist()
             stats.add(complete(session, prompt, max_new_tokens=len(seen.tokens) - seen.begin).stats)
     return stats.counts()["mean_acceptance_length"]
@@ -151,21 +148,37 @@ def main() -> None:
     if given.played:
         print_played(given.head or list(HEADS), given.seed)
         return
-    heads, rows, measured = given.head or list(HEADS), [], None
+    heads = given.head or list(HEADS)
+    measured = Measured(plan_of(heads[0]), seed=given.seed)
+    print_random(heads, given.random, measured) if given.random else print_faults(heads, measured)
+
+
+def print_faults(heads: list[str], measured: Measured) -> None:
+    """Print what is found of every fault, and of the head without a fault."""
+    rows = []
     for head in heads:
         plan = plan_of(head)
-        measured = measured or Measured(plan, seed=given.seed)
         right = HeadReading(plan.draft, plan.taps, plan.target_config)
-        for number in range(given.random):
-            fit = measured.fit(randomized(plan, number))
-            rows.append((head, f"random {number}", fit.verdict, fit.typed(fit.best), "", "", ""))
-        for fault in () if given.random else faults(plan):
+        for fault in faults(plan):
             fit = measured.fit(fault.plan)
             lengths = (f"{fit.of(each).length:.2f}" for each in (fit.file, fit.best))
-            rows.append((head, str(fault), fit.verdict, fit.typed(fit.best), *lengths, judged(fit, fault, right)))
+            found = judged(fit, fault, right, measured)
+            rows.append((head, str(fault), fit.verdict, fit.typed(fit.best), *lengths, found))
             print(*rows[-1], sep=" | ", flush=True)
     columns = ("head", "fault", "verdict", "to type", "as read", "best", "judged")
-    show_tables(f"gemma4-tiny, seed {given.seed}", [table("Faults", columns, rows)])
+    show_tables(f"gemma4-tiny, seed {measured.seed}", [table("Faults", columns, rows)])
+
+
+def print_random(heads: list[str], count: int, measured: Measured) -> None:
+    """Print what is found of ``count`` random heads, of the shapes of each head in turn."""
+    rows = []
+    for number, head in zip(range(count), itertools.cycle(heads), strict=False):
+        fit = measured.fit(randomized(plan_of(head), number))
+        changed = "left alone" if not fit.best.changes else "CHANGED"
+        rows.append((head, f"random {number}", fit.verdict, fit.typed(fit.best), changed))
+        print(*rows[-1], sep=" | ", flush=True)
+    columns = ("head", "weights", "verdict", "to type", "")
+    show_tables(f"gemma4-tiny, seed {measured.seed}", [table("Random heads", columns, rows)])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from eagle3.export.draft.common.pieces import Pieces
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory
 
@@ -22,6 +23,8 @@ class Head(nn.Module):
     has_cache: bool = False
     """False if the head keeps no keys and values. Then a call has one row, or ``accepted`` selects one of its rows, and
     all steps of a round use the slot of the first step."""
+    checks_positions = True
+    """False in a measurement, whose forwards have rows of several pieces of text."""
 
     def attach(
         self,
@@ -52,34 +55,54 @@ class Head(nn.Module):
             feature: [1, T, H], from ``fuse`` or a recurrent feature
             input_pos: int64 [T], consecutive
             last: return only the last row's proposals
-            accepted: int64 [1], return this row's proposals as if it were the last; later rows are ignored
+            accepted: int64 [1], return this row's proposals as if it were the last; later rows are ignored. A measurement
+                gives many rows
 
         Returns:
             draft logits [1, rows, draft_vocab_size], and the recurrent features of the same rows
         """
         raise NotImplementedError
 
-    def chains(self, tokens: Tensor, feature: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Propose a chain after every row of a text at once, for a measurement. ``eagle3.export.fit.attention`` makes
-        the head's attention for it.
+    def chains(
+        self, tokens: Tensor, feature: Tensor, input_pos: Tensor, anchors: Tensor, wanted: Tensor, pieces: Pieces
+    ) -> tuple[Tensor, Tensor]:
+        """Propose a chain after many rows of a text at once, for a measurement. A chain ends with the first proposal
+        that is not wanted. The head's attention is made by ``eagle3.export.fit.attention``.
 
         Args:
-            tokens, feature: as ``forward`` takes them, for slots 0, 1, 2, ...
-            length: the number of proposals in a chain
-            first: the first row whose chain is wanted
+            tokens, feature: as ``forward`` takes them, for rows of pieces of text
+            input_pos: int64 [T], the slot of each row in its piece
+            anchors: int64 [N], the rows after which chains begin, ascending
+            wanted: int64 [N, K], the tokens of the target after each of them, -1 if no token is right
+            pieces: says which row belongs to which piece; the head's attention reads it
 
         Returns:
-            int64 [T - first, length], ids of the target, and the logits of the first proposals
-            [T - first, draft_vocab_size]
+            bool [N, K], True where a proposal and all before it are as wanted, and the logits of the first proposals
+            [N, draft_vocab_size]
         """
-        positions, ids, logits = torch.arange(tokens.shape[1], device=tokens.device), [], []
-        for step in range(length):
-            scores, feature = self(tokens, feature, positions + step * self.has_cache)
-            tokens = self.target_ids(scores)
-            ids.append(tokens[0, first:])
-            logits.append(scores[0, first:])
-            tokens, feature = self.next_inputs(tokens, feature)
-        return torch.stack(ids, dim=1), logits[0]
+        of_text, chains = pieces.of_rows, torch.arange(len(anchors))
+        hits = torch.zeros(wanted.shape, dtype=torch.bool)
+        pieces.step = 0
+        if self.has_cache:
+            scores, feature = self(tokens, feature, input_pos, accepted=anchors)
+        else:
+            pieces.of_rows = None if of_text is None else of_text[anchors]
+            scores, feature = self(tokens[:, anchors], feature[:, anchors], input_pos[anchors])
+        logits = scores[0]
+        for step in range(wanted.shape[1]):
+            if step:
+                rows = anchors[chains]
+                pieces.step, pieces.anchors = step, rows
+                pieces.of_rows = None if of_text is None else of_text[rows]
+                scores, feature = self(tokens, feature, input_pos[rows] + step * self.has_cache)
+            proposed = self.target_ids(scores)[0]
+            kept = (proposed == wanted[chains, step]).nonzero()[:, 0]
+            chains, pieces.kept = chains[kept], kept
+            hits[chains, step] = True
+            if not len(chains):
+                break
+            tokens, feature = self.next_inputs(proposed[None, kept], feature[:, kept])
+        return hits, logits
 
     def next_inputs(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of a chain's next step: the proposed tokens and their recurrent features."""
@@ -117,7 +140,9 @@ class CachedHead(Head):
         return None if self.d2t is None else torch.arange(len(self.d2t)) + self.d2t
 
     def check_positions(self, input_pos: Tensor) -> None:
-        """Raise ValueError for positions that leave a gap or pass ``max_seq_len``."""
+        """Raise ValueError for positions that leave a gap or pass ``max_seq_len``, if ``checks_positions``."""
+        if not self.checks_positions:
+            return
         first, count = int(input_pos[0]), input_pos.numel()
         if not torch.equal(input_pos, torch.arange(first, first + count)):
             raise ValueError(f"draft positions {input_pos.tolist()} are not consecutive")

@@ -46,6 +46,7 @@ from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.sums import made_for_here, made_for_named
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
+from eagle3.export.lowering.cuda.weights.dense import made_dense, make_dense
 from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
 from eagle3.export.lowering.cuda.weights.int4_records_tensor import pack_records
 from eagle3.export.lowering.cuda.weights.quantization import (
@@ -66,6 +67,7 @@ from eagle3.runner.hardware import gpus
 from eagle3.runner.hardware.gpus import BY_ARCH, lacking_on_later
 from eagle3.runner.hardware.versions import version_of
 from eagle3.targets.attention import AttentionFactory
+from eagle3.targets.spec import Convert
 
 OPTIONS = {
     "coordinate_descent_tuning": False,
@@ -155,6 +157,19 @@ class NvidiaBackend:
     def pack(self, speculator: Eagle3Speculator, plan: Plan, folder: Path) -> dict[str, Any]:
         """Pack INT4 weights into records, if the plan says so."""
         return {"int4_weights": pack_records(speculator, folder)} if plan.config.in_records else {}
+
+    def measured_conversion(self, plan: Plan) -> Convert:
+        if plan.qlinear in CUDA_RECIPES[1:]:
+            check_recipe("--qlinear", plan.qlinear, plan.skeleton.model, plan.target_config)
+        return made_dense(self.conversion(plan))
+
+    def prepare_measured(self, speculator: Eagle3Speculator, plan: Plan) -> None:
+        if plan.draft_qlinear in CUDA_RECIPES[1:]:
+            check_recipe("--draft-qlinear", plan.draft_qlinear, unfilled(plan.draft), plan.draft.layer)
+            recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer, speculator.draft)
+            quantize(speculator.draft, recipe, spare=speculator.target.parameters())
+            lay_out(speculator.draft, spare=speculator.target.parameters())
+            make_dense(speculator.draft)
 
     @contextmanager
     def tracing(self, _speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:

@@ -1,16 +1,13 @@
 """Converts each tensor of a target as it is read: XNNPACK computes in float32, or with weights quantized by the recipes
-here. Weights that another tool quantized are dequantized exactly: a code times its scale has no more bits than float32
-holds."""
+here. Weights that another tool quantized are dequantized exactly."""
 
 from typing import Any
 
-import torch
-from executorch.extension.llm.export.quant import dequantize_weight
 from torch import Tensor, nn
-from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.xnnpack.quantization import quantized
 from eagle3.export.lowering.xnnpack.recipe import Recipe
+from eagle3.targets.loading import dequantized, is_plain
 
 
 class XnnpackWeights:
@@ -22,9 +19,8 @@ class XnnpackWeights:
         self.covered = {f"{name}.weight": module for name, module in modules if recipe.covers(module)}
 
     def __call__(self, name: str, value: Tensor) -> Tensor:
-        if isinstance(value, TorchAOBaseTensor):
-            self.dequantized += 1
-            value = dequantize_weight(value, torch.float32)
+        self.dequantized += not is_plain(value)
+        value = dequantized(name, value)
         return quantized(self.recipe, self.covered[name], value) if name in self.covered else value
 
     def record(self) -> dict[str, Any]:

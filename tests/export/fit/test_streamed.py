@@ -14,8 +14,9 @@ from random_checkpoints import SCOUT, random_model, save_random_draft
 from transformers import AutoModelForCausalLM
 
 from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.fit import cost
-from eagle3.export.fit.attention import Pieces, WholeText
+from eagle3.export.fit.attention import WholeText
 from eagle3.export.fit.fitting import Measured
 from eagle3.export.fit.seen import look, texts_at_once
 from eagle3.export.fit.streamed import in_memory, is_absent, layers_of, streamed
@@ -41,16 +42,19 @@ def states(target) -> list[torch.Tensor]:
 def test_a_target_that_is_streamed_says_the_same_of_a_text_bit_for_bit():
     plan = plan_of("draft")
     whole, parts = (Measured(plan, stream=stream) for stream in (False, True))
-    for one, other in zip(whole.seen, parts.seen, strict=True):
+    for one, other in zip(whole.over.seen, parts.over.seen, strict=True):
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.greedy, other.greedy)
         for state, same in zip((*one.states, one.final), (*other.states, other.final), strict=True):
             assert torch.equal(state, same)
         assert one.kept.keys() == other.kept.keys()
         assert all(map(torch.equal, sum(one.kept.values(), ()), sum(other.kept.values(), ())))
     fit = parts.fit(plan)
-    assert (
-        fit.verdict == "fits" and fit.facts["streamed"] and parts.quantized(plan_of("draft", qlinear="8da4w")) is None
+    assert fit.verdict == "fits" and fit.facts["streamed"]
+    line, entry = parts.said_of_quantization(plan_of("draft", qlinear="8da4w"))
+    assert line.startswith(
+        "what --qlinear 8da4w, --draft-qlinear 8da8w costs was not measured: the target does not fit"
     )
+    assert entry["not_measured"] == "the target does not fit into memory"
 
 
 @pytest.mark.parametrize(

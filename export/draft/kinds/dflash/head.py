@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from eagle3.export.draft.common.head import CachedHead
+from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.block.layers import Attention, DraftLayer, Gemma4Layer, Place, RMSNorm
 from eagle3.export.draft.kinds.dflash.block.variant import Behind
@@ -144,26 +145,47 @@ class Head(CachedHead):
         """Embed tokens [1, T] -> [1, T, H], without ``embedding_scale``."""
         return (self.embed_as_target or self.embed_tokens)(tokens)
 
-    def chains(self, tokens: Tensor, feature: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Draft a block after every row from ``first`` on, as ``Head.chains`` says; ``length`` must be
-        ``proposals``."""
-        rows = torch.arange(tokens.shape[1], device=tokens.device)
-        anchors, positions = tokens[0, first:, None], rows[first:, None] + 1 + torch.arange(self.block_rows)
-        masks = anchors.new_full((len(anchors), self.block_rows - 1), self.mask_token)
-        x = self._embed(torch.cat((anchors, masks), dim=1)) * self.embedding_scale
-        context, block = self.rotary_emb(feature, rows[None]), self.rotary_emb(feature, positions)
+    def chains(
+        self,
+        tokens: Tensor,
+        feature: Tensor,
+        input_pos: Tensor,
+        anchors: Tensor,
+        wanted: Tensor,
+        pieces: Pieces,  # noqa: ARG002 - blocks are drafted after rows of one piece
+    ) -> tuple[Tensor, Tensor]:
+        """Draft a block after every anchor. See ``Head.chains``; the rows must be those of one piece of text, from its
+        first on, and K at most the head's proposals."""
+        given, positions = tokens[0, anchors, None], input_pos[anchors, None] + 1 + torch.arange(self.block_rows)
+        masks = given.new_full((len(anchors), self.block_rows - 1), self.mask_token)
+        x = self._embed(torch.cat((given, masks), dim=1)) * self.embedding_scale
+        context, block = self.rotary_emb(feature, input_pos[None]), self.rotary_emb(feature, positions)
         for layer, attn, (_, attends) in zip(self.layers, self._attentions(), self.kinds, strict=True):
             attn.write(feature, Place(None, *context))
             x = layer(x, Place((positions, attends), *block))
-        before = torch.cat((anchors[:1], tokens[0, first : first + len(anchors) - 1, None]))
-        if first:
-            before[0] = tokens[0, first - 1]
         behind = self.behind
-        given = torch.cat((before, anchors), dim=1) if behind is not None and behind.takes_token_before else anchors
-        each = 1 if behind is not None else len(x)
-        parts = zip(x.split(each), given.split(each), strict=True)
+        if behind is None:
+            return self._hits(x, wanted)
+        if behind.takes_token_before:
+            given = torch.cat((tokens[0, (anchors - 1).clamp_min(0), None], given), dim=1)
+        parts = zip(x.split(1), given.split(1), strict=True)
         logits = torch.cat([self._proposed(*part)[0] for part in parts])
-        return self.target_ids(logits)[:, :length], logits[:, 0]
+        proposed = self.target_ids(logits)[:, : wanted.shape[1]]
+        return (proposed == wanted).cumprod(1).bool(), logits[:, 0]
+
+    def _hits(self, x: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what ``chains`` returns for the states x [N, B, H] of blocks. A row's scores are computed where all
+        proposals before it are as wanted."""
+        hits, blocks = torch.zeros(wanted.shape, dtype=torch.bool), torch.arange(len(x))
+        logits = scores = self._scores(self.norm(x[:, self.first_row]))
+        for step in range(wanted.shape[1]):
+            if step:
+                scores = self._scores(self.norm(x[blocks, self.first_row + step]))
+            blocks = blocks[self.target_ids(scores) == wanted[blocks, step]]
+            hits[blocks, step] = True
+            if not len(blocks):
+                break
+        return hits, logits
 
     def _with_token_before(self, anchor: Tensor, start: Tensor, tokens: Tensor, input_pos: Tensor) -> Tensor:
         """Store ``tokens`` at their positions, which are one past ``input_pos``. Return int64 [1, 2]: the token before

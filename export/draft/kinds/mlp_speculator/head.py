@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.draft.common import head
+from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.draft.kinds.mlp_speculator.reading import EPSILON, SpeculatorDescription
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory
@@ -65,11 +66,19 @@ class Head(head.Head):
             feature = feature.gather(1, accepted[None, :, None].expand(-1, -1, feature.shape[-1]))
         return self.chain(tokens, feature)[0], -feature
 
-    def chains(self, tokens: Tensor, feature: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Propose a chain after every row from ``first`` on, as ``Head.chains`` says; ``length`` must be
-        ``proposals``."""
-        logits = self.chain(tokens[0, first:, None], feature[0, first:, None])[0]
-        return self.target_ids(logits)[:, :length], logits[:, 0]
+    def chains(
+        self,
+        tokens: Tensor,
+        feature: Tensor,
+        input_pos: Tensor,  # noqa: ARG002 - no formula depends on positions
+        anchors: Tensor,
+        wanted: Tensor,
+        pieces: Pieces,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """Propose after every anchor. See ``Head.chains``; K is at most the head's proposals."""
+        logits = self.chain(tokens[0, anchors, None], feature[0, anchors, None])[0]
+        proposed = self.target_ids(logits)[:, : wanted.shape[1]]
+        return (proposed == wanted).cumprod(1).bool(), logits[:, 0]
 
     def chain(self, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the ``proposals`` stages: token [1, 1], state [1, 1, H] -> logits [1, K, V] and states [1, K,
