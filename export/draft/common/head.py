@@ -55,8 +55,8 @@ class Head(nn.Module):
             feature: [1, T, H], from ``fuse`` or a recurrent feature
             input_pos: int64 [T], consecutive
             last: return only the last row's proposals
-            accepted: int64 [1], return this row's proposals as if it were the last; later rows are ignored. A measurement
-                gives many rows
+            accepted: int64 [1], return this row's proposals as if it were the last; later rows are ignored. In a
+                measurement there may be many
 
         Returns:
             draft logits [1, rows, draft_vocab_size], and the recurrent features of the same rows

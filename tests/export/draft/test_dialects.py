@@ -408,13 +408,13 @@ def refusal(call, *args) -> str:
         ("modelopt", random_head(), {"eagle_config": {"parallel_draft_step": 4}}, "Medusa"),
         ("sglang", random_head(), {"norm_before_fc": True}, "lacks input_norm.weight"),
         ("sglang", without(random_head(), "layers.0.post_attention_layernorm.weight"), {}, "lacks layers.0.post_att"),
-        ("sglang", random_head() | norms("fc_norm.0"), {}, "of 64 features together, but fc takes 192"),
+        ("sglang", random_head() | norms("fc_norm.0"), {}, "have 64 features together, but fc takes 192"),
         ("sglang", random_head() | {"fc.weight": torch.tensor(1.0)}, {}, "fc.weight is []"),
         ("sglang", random_head() | {"lm_head.weight": torch.ones(0, HIDDEN)}, {}, "lm_head.weight is [0, 64]"),
         ("sglang", random_head(), {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06"),
         ("sglang", random_head(), {"rope_theta": float("inf")}, "rope_theta is Infinity"),
         ("sglang", random_head(), {"partial_rotary_factor": 0}, "partial_rotary_factor is 0"),
-        ("sglang", random_head(), {"partial_rotary_factor": 1.5}, "of 1 at most"),
+        ("sglang", random_head(), {"partial_rotary_factor": 1.5}, "at most 1"),
         (
             "safeailab",
             random_head(),
@@ -502,7 +502,7 @@ def test_a_head_for_another_family_or_tokenizer_is_refused(tmp_path):
     line = refusal(check_trained_for, read_draft(folder), other)
     assert "differ in 2 ids" in line and "'a'" in line and "'b'" in line
     (folder / "tokenizer.json").write_text("{}")
-    assert "no tokenizer" in refusal(check_trained_for, read_draft(folder), other)
+    assert "tokenizer.json cannot be read" in refusal(check_trained_for, read_draft(folder), other)
 
 
 def test_a_head_with_unnamed_taps_other_than_three_is_refused_with_the_flag_to_type(tmp_path):
