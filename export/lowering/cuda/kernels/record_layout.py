@@ -52,7 +52,7 @@ def records(
             f"{n} x {k} in groups of {k // scale.shape[1]}: records are of multiples of {PAIR} x {BLOCK} in "
             f"groups of {GROUP}"
         )
-    out = torch.empty(shape(n, k), dtype=torch.uint8, device=qdata.device) if out is None else out
+    out = torch.zeros(shape(n, k), dtype=torch.uint8, device=qdata.device) if out is None else out
     if qdata.is_meta:
         return out
     each = AT_A_TIME * OUTPUTS
