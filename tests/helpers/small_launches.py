@@ -70,8 +70,16 @@ def int4_product(activation: str = "", count: int | None = 2, outputs: int = 130
 
 
 def int4_records_product(activation: str = "", rows: int = 3) -> None:
-    """Launch three programs for two tiles of three blocks, so that programs share tiles and one has parts of both."""
-    given = _rows(rows, 768), record_layout.records(*int4_weight(128, 768)), sums.counters(), activation, max(8, rows)
+    """Launch three programs for two tiles of three blocks, or for many rows two programs for three such tiles, so that
+    programs share tiles and one has parts of both."""
+    outputs = 128 if rows <= 8 else 192
+    given = (
+        _rows(rows, 768),
+        record_layout.records(*int4_weight(outputs, 768)),
+        sums.counters(),
+        activation,
+        max(8, rows),
+    )
     with sums.made_for(1, False):
         int4_records._launch_records(int4_records.int4_records_small_m_kernel, *given)
 
