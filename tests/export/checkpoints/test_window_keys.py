@@ -64,7 +64,7 @@ def planned(tmp_path: Path, window: int, **flags):
 @pytest.mark.parametrize("window", [1, 2, 8])
 def test_a_window_too_short_for_a_chunk_is_refused_as_such(window, tmp_path):
     with pytest.raises(
-        ValueError, match=f"the target's sliding window is {window} tokens.*prefill takes 9 or"
+        ValueError, match=f"the target's sliding window is {window} tokens.*prefill takes 9 tokens or"
     ) as refused:
         planned(tmp_path, window)
     assert "--max-seq-len" not in str(refused.value) and "--chain-len" not in str(refused.value)

@@ -77,8 +77,8 @@ def test_an_export_reports_a_context_longer_than_the_heads_training_and_the_flag
     (short / "config.json").write_text(json.dumps(config))
     given = {"checkpoint": folder / "target", "draft": short, "max_seq_len": 128, "backend": "xnnpack"}
     plan = make_plan(ExportConfig("llama3.1-8B", **given))
-    assert "knows 64 positions, the context has 128" in plan.warnings[0]
-    assert plan.warnings[0].endswith(": type --draft-window 64 to let it attend to the last 64 tokens alone")
+    assert "was made for 64 positions, the context has 128" in plan.warnings[0]
+    assert plan.warnings[0].endswith(": type --draft-window 64 to let it attend to the last 64 tokens only")
     assert not make_plan(ExportConfig("llama3.1-8B", **given, draft_window=64)).warnings
     assert len(make_plan(ExportConfig("llama3.1-8B", **given, draft_window=65)).warnings) == 1
 
