@@ -167,7 +167,7 @@ def refusal(call, *args) -> str:
         ({"n_predict": 1, "tie_weights": True}, "n_predict is 1, but must be a whole number from 2 on"),
         ({"inner_dim": "40.40"}, 'inner_dim is "40.40", but must be a whole number'),
         ({"tie_weights": "yes"}, "tie_weights"),
-        ({"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}, "has the architecture ArcticMLPSpeculatorPreTrainedModel, but"),
+        ({"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}, "has the architecture ArcticMLPSpeculator"),
     ],
 )
 def test_an_mlp_speculator_with_an_unsupported_configuration_is_refused(keys, says, tmp_path):

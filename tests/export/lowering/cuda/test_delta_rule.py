@@ -179,7 +179,7 @@ def test_the_operators_on_the_host_equal_the_eager_state():
     ours.changes = type(eager.changes)(kernels.SLOTS, sum(ours.parts))
     for seed, (first, count) in enumerate([(0, 40), (40, 5), (42, 16), (50, 30), (64, 20), (84, 1), (68, 20), (0, 4)]):
         rows, at = random_rows(count, seed), places.rows(torch.arange(first, first + count))
-        found, right = ours(*rows, at), eager(*rows, at)
+        found, right = ours(tuple(rows), at), eager(tuple(rows), at)
         assert places.advance(at).item()
         torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ours.state, eager.state, atol=1e-5, rtol=1e-4)
@@ -198,7 +198,7 @@ class Lowered(nn.Module):
         mixed = self.state.with_earlier(mixed, rows)[0, :, :-3].T
         parts = mixed.split((KEY_HEADS * D_K, KEY_HEADS * D_K, HEADS * D_V), -1)
         query, key, value = (each.unflatten(-1, (-1, D_K)).transpose(0, 1) for each in parts)
-        return self.state(_unit(query), _unit(key), value, decay, beta, rows) + self.places.advance(rows)
+        return self.state((_unit(query), _unit(key), value, decay, beta), rows) + self.places.advance(rows)
 
 
 def test_a_lowered_layer_writes_its_state_and_its_rings_in_place():
