@@ -24,6 +24,19 @@ def _dot(self, a, b, d, *_) -> TensorHandle:
     return TensorHandle(np.matmul(_widen(a), _widen(b), dtype=np.float32) + d.data, d.dtype.scalar)
 
 
+def _exact_dot(self, a, b, d, *_) -> TensorHandle:
+    products = np.matmul(_widen(a).astype(np.float64), _widen(b).astype(np.float64))
+    return TensorHandle((products + d.data).astype(np.float32), d.dtype.scalar)
+
+
+@contextmanager
+def exact_dots() -> Iterator[None]:
+    """Add the products of a dot in float64. In float32 NumPy adds those of 8 and of 16 columns in different orders,
+    while an instruction of a tensor core takes 8 columns in either case."""
+    with mock.patch.object(InterpreterBuilder, "create_dot", _exact_dot):
+        yield
+
+
 _cast_as_it_comes = InterpreterBuilder.cast_impl
 
 

@@ -24,23 +24,17 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["tiles", "records"])
-def of_layout(request, cuda_artifact, records_artifact):
-    """The artifact with INT4 weights in a layout."""
-    return {"tiles": cuda_artifact, "records": records_artifact}[request.param]
-
-
 @pytest.fixture(scope="module")
-def found(of_layout):
-    command = [sys.executable, HELPERS / "interpreted_artifact.py", of_layout]
+def found(cuda_artifact):
+    command = [sys.executable, HELPERS / "interpreted_artifact.py", cuda_artifact]
     done = subprocess.run(command, input=json.dumps(ASKED), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def greedy(of_layout):
-    return EagerGreedy("cpu", config_of(of_layout))
+def greedy(cuda_artifact):
+    return EagerGreedy("cpu", config_of(cuda_artifact))
 
 
 def test_interpreted_fused_rounds_and_three_methods_give_the_eager_greedy_tokens(found, greedy):
@@ -74,9 +68,9 @@ def test_the_interpreted_artifact_makes_no_refused_call_and_leaks_nothing(found)
     assert found["journal"] == [] and set(found["left"].values()) == {0}
 
 
-def test_methods_launch_kernels_over_the_recorded_grids(found, of_layout):
+def test_methods_launch_kernels_over_the_recorded_grids(found, cuda_artifact):
     """The record has the launches that ``eagle3-inspect --cost`` counts."""
-    recorded = json.loads((of_layout / EXPORT_RECORD).read_text())["launches"]
+    recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())["launches"]
     for name in (TARGET_VERIFY, DRAFT_DECODE, SPECULATE):
         grids, rows = Counter(), str(recorded[name]["rows"])
         for launch in recorded[name]["launches"]:

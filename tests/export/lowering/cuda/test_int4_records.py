@@ -13,7 +13,7 @@ from small_m_weights import activations, int4_weight
 from torch import Tensor, nn
 from torch.export import Dim
 from triton.runtime.interpreter import InterpreterBuilder
-from triton_interpreter import interpreted, words_read
+from triton_interpreter import exact_dots, interpreted, words_read
 
 from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged
 from eagle3.export.lowering.cuda.kernels import int4, int4_records, record_layout, small_m, sums
@@ -107,7 +107,7 @@ def test_a_row_of_the_records_kernel_has_the_same_bits_with_any_other_rows():
     half, x = int4_weight(128, 512), activations(17, 512)
     x, packed = torch.cat([x, -x], 1), records(*(torch.cat([part, part], 1) for part in half))
     for most, sizes in ((8, range(1, 9)), (16, (1, 7, 8, 9, 15, 16, 17))):
-        with interpreted(sums, small_m, int4_records), sums.made_for(1, False):
+        with interpreted(sums, small_m, int4_records), exact_dots(), sums.made_for(1, False):
             found = [
                 int4_records._launch_records(
                     int4_records.int4_records_small_m_kernel, x[:m], packed, sums.counters(), "", most

@@ -146,7 +146,7 @@ def test_an_export_that_packs_records_counts_them_as_memory_that_it_makes():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--backend", "xnnpack"), "--int4-layout records means nothing to --backend xnnpack"),
+        (("--backend", "xnnpack"), "--int4-layout records has no effect with --backend xnnpack"),
         (("--cuda-arch", "sm_90", "--qlinear", "none"), "is for INT4 weights, and this export has none"),
     ],
 )
