@@ -188,8 +188,6 @@ def test_an_export_that_exceeds_the_memory_is_refused_with_the_amount(tmp_path, 
     plan = make_plan(ExportConfig("gemma4-tiny", tmp_path / "out", backend="xnnpack"))
     says = "takes about 1.1 GB of memory, but only 1.0 GB are free .* type --qlinear 8da4w"
     with pytest.raises(ValueError, match=says):
-        ValueError, match="takes about 1.1 GB of memory, but only 1.0 GB are free .* type --qlinear 8da4w"
-    ):
         preflight.check_export_memory(plan, backend)
 
 
