@@ -81,9 +81,7 @@ def test_a_local_gpu_too_small_is_refused_and_a_named_one_gets_a_warning(monkeyp
     check_footprint(plan, backend, Progress())
     monkeypatch.setattr(backend, "memory", lambda plan: (total - (1 << 20), "RTX 0"))
     monkeypatch.setattr(backend, "runs_here", lambda: True)
-    words = (
-        r"a run takes 0.51 GiB of GPU memory \(target 0.00, .*, RTX 0 has 0.51, 0.00 too few: type --draft-qlinear def"
-    )
+    words = r"a run takes 0.51 GiB of GPU memory \(target 0.00, .*, but RTX 0 has 0.51, 0.00 too few: type --draft-ql"
     with pytest.raises(ValueError, match=words):
         check_footprint(plan, backend, Progress())
     monkeypatch.setattr(backend, "runs_here", lambda: False)
