@@ -8,12 +8,12 @@ the inputs of these linears to FP8, so their tokens may differ.
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
+from eagle3.export.checkpoints.packed_folder import described
+from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.export.checkpoints.source import TensorHeader
 
 QUANT_METHOD = "fp8"  # transformers' name
@@ -28,11 +28,13 @@ class Fp8Folder(SafetensorsFolder):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.block: tuple[int, int] = _block(path / "config.json")
+        _, config = described(path) or ("", {})
+        self.block: tuple[int, int] = _block(path / "config.json", config)
 
     @staticmethod
     def recognizes(path: Path) -> bool:
-        return bool(_description(path))
+        _, config = described(path) or ("", {})
+        return config.get("quant_method") == QUANT_METHOD
 
     def headers(self) -> dict[str, TensorHeader]:
         joined = dict(self._raw)
@@ -61,10 +63,6 @@ class Fp8Folder(SafetensorsFolder):
         return super().tensor(name)
 
     @cached_property
-    def _raw(self) -> dict[str, TensorHeader]:
-        return read_headers(self.path)
-
-    @cached_property
     def _coded(self) -> set[str]:
         """Return the names of the weights in FP8. Raises ValueError for codes and scales that do not fit each other."""
         coded = {name for name, header in self._raw.items() if header.dtype.startswith("F8_")}
@@ -89,22 +87,13 @@ class Fp8Folder(SafetensorsFolder):
         """Return the weight in float32. The last block of a row or column may be narrower."""
         rows, columns = codes.shape[-2:]
         spread = scales.float().repeat_interleave(self.block[0], -2)[..., :rows, :]
-        return codes.to(torch.float32) * spread.repeat_interleave(self.block[1], -1)[..., :columns]
+        return codes.float() * spread.repeat_interleave(self.block[1], -1)[..., :columns]
 
 
-def _description(path: Path) -> dict[str, object]:
-    """Return the ``quantization_config`` of a checkpoint in FP8, or of its text part; empty for another checkpoint."""
-    fields = read_object(path / "config.json") if (path / "config.json").is_file() else {}
-    for part in (fields, fields.get("text_config")):
-        said = part.get("quantization_config") if isinstance(part, dict) else None
-        if isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD:
-            return said
-    return {}
-
-
-def _block(file: Path) -> tuple[int, int]:
-    """Return the rows and columns of a block. Raises ValueError for weights that are not stored in blocks."""
-    found = _description(file.parent).get("weight_block_size")
+def _block(file: Path, config: dict[str, Any]) -> tuple[int, int]:
+    """Return the rows and columns of a block, from the quantization_config of ``file``. Raises ValueError for weights
+    that are not stored in blocks."""
+    found = config.get("weight_block_size")
     if not isinstance(found, list) or len(found) != 2 or not all(isinstance(each, int) and each > 0 for each in found):
         raise ValueError(
             f"{file}: quantization_config has weight_block_size {found}, but fp8 is read in blocks alone, such as "

@@ -2,6 +2,7 @@
 computes, as its converter writes them (``conversion/`` there, per architecture)."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3.targets.spec import CONVOLUTION, RECURRENT, layer_windows
@@ -38,8 +39,7 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
     heads, one = config.num_attention_heads, full or sliding
     width = getattr(one, "head_dim", None) or config.hidden_size // heads
     narrow = sliding and (getattr(sliding, "head_dim", None) or width)
-    mtp = next((count for name in _MTP_LAYERS if (count := getattr(config, name, None)) is not None), 0)
-    yield Implied("nextn_predict_layers", "num_nextn_predict_layers", mtp)
+    yield Implied("nextn_predict_layers", "num_nextn_predict_layers", _said(config, *_MTP_LAYERS))
     yield Implied("block_count", "num_hidden_layers", config.num_hidden_layers)
     yield Implied("embedding_length", "hidden_size", config.hidden_size)
     yield Implied("feed_forward_length", "intermediate_size", _widths(config))
@@ -117,12 +117,15 @@ def _scale(config: "PreTrainedConfig", width: int) -> float:
     return (getattr(config, "query_pre_attn_scalar", None) or width) ** -0.5
 
 
+def _said(config: "PreTrainedConfig", *names: str) -> Any:  # noqa: ANN401 - of the type of the configuration's field
+    """Return the first of the fields that the configuration has, 0 if it has none."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), 0)
+
+
 def _switches(config: "PreTrainedConfig") -> Iterator[Implied]:
     """Yield the keys for optional features; a model without the field has the value 0, or 1 for a factor."""
 
-    def said(*names: str) -> Any:  # noqa: ANN401 - of the type of the configuration's field
-        return next((value for name in names if (value := getattr(config, name, None)) is not None), 0)
-
+    said = partial(_said, config)
     yield Implied("final_logit_softcapping", "final_logit_softcapping", said("final_logit_softcapping"), 0)
     yield Implied("attn_logit_softcapping", "attn_logit_softcapping", said("attn_logit_softcapping"), 0)
     yield Implied("logit_scale", "logit_scale", said("logit_scale") or 1, 1)

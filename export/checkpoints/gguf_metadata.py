@@ -54,7 +54,7 @@ def check_metadata(file: GGUFFile, config: "PreTrainedConfig", folder: Path, sto
         if found is None and described:
             found = absent
         left_to_llama_cpp = found is None or (found == 0 and key in FACTORS)
-        overridden = file.field(f"{{arch}}.{OVERRIDDEN.get(key)}") is not None
+        overridden = key in OVERRIDDEN and file.field(f"{{arch}}.{OVERRIDDEN[key]}") is not None
         if expected is None or left_to_llama_cpp or overridden or _may_be_cut(file, key, found, config):
             continue
         found = _by_layer(file, key, found, expected)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checkpoints.safetensors_file import open_safetensors
-from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
+from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.export.checkpoints.source import TensorHeader
 
 QUANT_METHOD = "mxfp4"  # transformers' name
@@ -53,10 +53,6 @@ class Mxfp4Folder(SafetensorsFolder):
                 yield own, convert_moe_packed_tensors(value, scales, rows_per_chunk=ROWS)
             elif not (name.endswith(SCALES) and name.removesuffix(SCALES) in packed):
                 yield name, value
-
-    @cached_property
-    def _raw(self) -> dict[str, TensorHeader]:
-        return read_headers(self.path)
 
     @cached_property
     def _packed(self) -> list[str]:

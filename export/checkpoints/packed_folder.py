@@ -14,7 +14,7 @@ from eagle3.export.checkpoints.compressed_tensors import CompressedTensors
 from eagle3.export.checkpoints.gptq import Gptq
 from eagle3.export.checkpoints.json_fields import nested, read_object
 from eagle3.export.checkpoints.packed import ANOTHER, Format, PackedLinear, Read
-from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers
+from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.targets.input_order import INPUT_ORDER
 
@@ -55,7 +55,7 @@ MLX = "quantization"
 class PackedFolder(SafetensorsFolder):
     def __init__(self, path: Path):
         super().__init__(path)
-        file, (key, config) = path / "config.json", _described(path) or (NEW_KEY, {})
+        file, (key, config) = path / "config.json", described(path) or (NEW_KEY, {})
         method = config.get("quant_method")
         if method is None and MLX in read_object(file):
             raise ValueError(f"{file} has {MLX} {json.dumps(config)[:60]}, MLX's packing, which is not read: {ANOTHER}")
@@ -68,7 +68,7 @@ class PackedFolder(SafetensorsFolder):
 
     @staticmethod
     def recognizes(path: Path) -> bool:
-        return _described(path) is not None
+        return described(path) is not None
 
     def headers(self) -> dict[str, TensorHeader]:
         joined = dict(self._raw)
@@ -95,10 +95,6 @@ class PackedFolder(SafetensorsFolder):
                     if layout.order is not None:
                         yield f"{linear}.{INPUT_ORDER}", layout.order
                     yield f"{linear}.weight", self.format.unpack(linear, layout, _parts_of(linear, read))
-
-    @cached_property
-    def _raw(self) -> dict[str, TensorHeader]:
-        return read_headers(self.path)
 
     @cached_property
     def _parts(self) -> dict[str, tuple[str, ...]]:
@@ -137,7 +133,7 @@ def _parts_of(linear: str, read: Read) -> Read:
     return lambda part: read(f"{linear}.{part}")
 
 
-def _described(path: Path) -> tuple[str, dict[str, Any]] | None:
+def described(path: Path) -> tuple[str, dict[str, Any]] | None:
     """Return the key under which config.json, at its top level or in its text part, describes the quantization, and
     that description; None if there is none."""
     if not (path / "config.json").is_file():

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -31,6 +32,11 @@ class SafetensorsFolder(Source):
         return shard_paths(self.path)
 
     def headers(self) -> dict[str, TensorHeader]:
+        return read_headers(self.path)
+
+    @cached_property
+    def _raw(self) -> dict[str, TensorHeader]:
+        """The headers as they are stored, for the formats that join several tensors into one."""
         return read_headers(self.path)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
