@@ -56,8 +56,7 @@ def form_of(layer: nn.Module) -> Form | None:
 
 def mixer_with_state(layer: nn.Module) -> Any:  # noqa: ANN401 - a class of transformers
     """Return the submodule of a decoder layer that keeps a state in place of keys and values, None without one."""
-    form = form_of(layer)
-    return form and form.mixer(layer)
+    return next((mixer for form in FORMS if (mixer := form.mixer(layer)) is not None), None)
 
 
 def attention_of(layer: nn.Module) -> Any:  # noqa: ANN401 - a class of transformers
