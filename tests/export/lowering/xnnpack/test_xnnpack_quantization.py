@@ -186,7 +186,7 @@ def test_recipes_that_do_not_fit_are_refused_before_weights_are_read(flags, says
 def test_an_export_that_exceeds_the_memory_is_refused_with_the_amount(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "free_memory", lambda: 1_000_000_000)
     plan = make_plan(ExportConfig("gemma4-tiny", tmp_path / "out", backend="xnnpack"))
-    says = "takes about 1.1 GB of memory, but only 1.0 GB are free .* type --qlinear 8da4w"
+    says = "takes about 1.1 GB of memory, but only 1.0 GB are free: free some, or type --qlinear 8da4w"
     with pytest.raises(ValueError, match=says):
         preflight.check_export_memory(plan, backend)
 
