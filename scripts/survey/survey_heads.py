@@ -165,7 +165,7 @@ def differences(head: HeadConfig, draft: DraftDescription) -> Iterator[str]:
         "rotated part": (rope.get("partial_rotary_factor") or 1.0, 1.0),
         "window": (max(windows), head.window),
         "normed feature": (getattr(draft, "feeds_normed", False), head.normed),
-        "a line on the base": (any("the file cannot tell" in line for line in draft.warnings), head.untold),
+        "a line on the base": (any("the file does not show" in line for line in draft.warnings), head.untold),
     }
     yield from (f"{what} is {found}, not {right}" for what, (found, right) in facts.items() if found != right)
 
