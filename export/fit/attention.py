@@ -120,8 +120,16 @@ class Blocks(nn.Module):
         slots = torch.arange(keys.shape[1], device=query.device)
         before = (slots >= first[..., None]) & (slots < positions[:, :1, None])
         inside = (positions[:, None] >= first[..., None]) & (positions[:, None] <= last[..., None])
-        scores = torch.cat((asked @ keys.mT, asked @ own_keys.mT), dim=-1).float() * scale
+        scores = torch.cat((_for_each_block(asked, keys.mT), asked @ own_keys.mT), dim=-1).float() * scale
         visible = torch.cat((before, inside), dim=-1)[:, None]
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(query.dtype)
-        out = weights[..., : keys.shape[1]] @ values + weights[..., keys.shape[1] :] @ own_values
-        return out.transpose(1, 2)
+        seen = _for_each_block(weights[..., : keys.shape[1]], values)
+        return (seen + weights[..., keys.shape[1] :] @ own_values).transpose(1, 2)
+
+
+def _for_each_block(rows: Tensor, shared: Tensor) -> Tensor:
+    """Multiply the rows [A, heads, B, M] of all blocks by what they share [heads, M, N], without a copy for each
+    block."""
+    blocks, heads, count, _ = rows.shape
+    product = rows.transpose(0, 1).flatten(1, 2) @ shared
+    return product.view(heads, blocks, count, -1).transpose(0, 1)
