@@ -2,7 +2,7 @@
 
     text ─ the target over it: states of all layers, greedy tokens ─ the head by each reading ─ verdict
 
-A head's files leave some of its fields open, and sometimes contradict what the trainer did. A wrong reading loads and
+A head's files do not state some of its fields, and sometimes contradict what the trainer did. A wrong reading loads and
 runs, but fewer proposals are accepted. So the readings are compared by how many of their proposals the target would
 accept.
 """
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Fit:
     """The expected rounds of each reading, by its index in ``tried``."""
     fields: Sequence[Field]
     open: frozenset[str]
-    """The fields that the head's files leave open."""
+    """The fields that the head's files do not state."""
     facts: dict[str, Any]
 
     def of(self, tried: Tried) -> Expected:
@@ -62,7 +63,7 @@ class Fit:
 
     @property
     def left_open(self) -> bool:
-        """True if the best reading changes only fields that the files leave open."""
+        """True if the best reading changes only fields that the files do not state."""
         return set(self.best.changes) <= self.open
 
     def typed(self, tried: Tried) -> str:
@@ -100,9 +101,11 @@ class Measured:
         self.writes = sum(header.bytes for header in plan.target_headers.values()) < LARGE
         length = texts.PROMPT if self.writes else texts.GIVEN
         count = texts.STREAMED if self.streamed and not self.writes else texts.SEGMENTS
-        given = texts.pieces(plan.checkpoint, plan.target_config.vocab_size, length, count, seed, text)
-        tokens = texts.WRITTEN if self.writes else 0
-        length = max(len(piece.ids) for piece in given) + tokens + 1
+        more = count if self.writes and (text is None or text.suffix != ".jsonl") else 0
+        given = texts.pieces(plan.checkpoint, plan.target_config.vocab_size, length, count + more, seed, text)
+        self.more = [piece for piece in given[count:] if piece not in given[:count]] if more else []
+        given = given[:count] if more else given
+        length = max(len(piece.ids) for piece in given) + (texts.WRITTEN if self.writes else 0) + 1
         most = plan.target_config.max_position_embeddings
         if length > most:
             raise ValueError(f"the target knows {most} positions, too few for a text of {length} tokens")
@@ -112,24 +115,24 @@ class Measured:
         target: TapTarget = (streamed if self.streamed else in_memory)(
             plan, slots, self.dtype, lambda shape: WholeText(replace(shape, max_seq_len=slots), pieces)
         )
-        with few_threads(self.writes):
-            whole = [piece.ids for piece in given]
-            if tokens:
-                whole = written(target, given, tokens, pieces, plan.eos_ids)
-            seen = look_at_all(target, plan.target_config, given, whole, pieces, at_once)
-        self.over = Computed(target, seen, pieces, at_once, self.writes)
+        self.over = self._computed(given, Computed(target, (), pieces, at_once, self.writes))
         self.seconds = time.monotonic() - start
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens after which a chain begins."""
-        return sum(len(each.tokens) - each.begin for each in self.over.seen)
+    def _computed(self, given: Sequence[texts.Piece], over: Computed) -> Computed:
+        """Return the target with its states of pieces of text, which a small target continues."""
+        plan = self.plan
+        with few_threads(self.writes):
+            whole = [piece.ids for piece in given]
+            if over.written:
+                whole = written(over.target, given, texts.WRITTEN, over.pieces, plan.eos_ids)
+            seen = look_at_all(over.target, plan.target_config, given, whole, over.pieces, over.at_once)
+        return replace(over, seen=seen)
 
-    def text(self) -> str:
-        """Return a description of the text, for a person."""
-        kinds = ", ".join(dict.fromkeys(each.kind for each in self.over.seen))
-        whose = "the target's own greedy tokens" if self.writes else "tokens"
-        return f"{self.tokens} {whose} behind {kinds}" if self.writes else f"{self.tokens} {whose} of {kinds}"
+    @cached_property
+    def longer(self) -> Computed:
+        """The target's states over the text and as many pieces again, for readings that the text does not decide
+        between."""
+        return replace(self.over, seen=[*self.over.seen, *self._computed(self.more, self.over).seen])
 
     def fit(self, plan: Plan) -> Fit:
         """Measure the head of ``plan``, which must have the same target."""
@@ -140,15 +143,17 @@ class Measured:
             compared = min(plan.chain_len, COMPARED)
             trials = Trials(file, self.over, compared, self.dtype)
             wanted = torch.cat([each.greedy[each.begin :] for each in self.over.seen])
-            search = Search(trials, fields, chance(wanted))
+            longer = (lambda: Trials(file, self.longer, compared, self.dtype)) if self.more else None
+            search = Search(trials, fields, chance(wanted), longer)
             verdict, best = search.run(file)
+            trials = search.trials
             found = {place: expected(trials, each.trial) for place, each in enumerate(search.tried)}
             if plan.chain_len > compared:
                 whole = trials.with_length(plan.chain_len)
                 for each in dict.fromkeys((search.tried[0], best)):
                     found[search.tried.index(each)] = expected(whole, whole.run(each.reading))
         facts = {
-            "text": self.text(),
+            "text": trials.over.text(),
             "seed": self.seed,
             "chain_len": plan.chain_len,
             "readings_chain_len": min(plan.chain_len, COMPARED),
@@ -253,7 +258,7 @@ def fit_lines(fit: Fit) -> list[str]:
 def fitted_plan(plan: Plan, fit: Fit) -> tuple[Plan, list[str]]:
     """Return the plan with the best reading of the head, and lines that say so.
 
-    Raises ValueError if another reading than the files' is clearly better, and the files do not leave its fields open.
+    Raises ValueError if another reading than the files' is clearly better, and the files state its fields.
     """
     lines = fit_lines(fit)
     if fit.verdict != ANOTHER:
@@ -265,7 +270,7 @@ def fitted_plan(plan: Plan, fit: Fit) -> tuple[Plan, list[str]]:
             f"{best.text()} with another reading ({fit.facts['text']}): type {fit.typed(fit.best)}, or "
             "--no-fit to export it as it is"
         )
-    return read_plan(plan, fit.best.reading), [*lines, "the head's files leave that open: it is taken"]
+    return read_plan(plan, fit.best.reading), [*lines, "the head's files do not state that: it is taken"]
 
 
 def read_plan(plan: Plan, reading: HeadReading) -> Plan:

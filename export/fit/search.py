@@ -1,18 +1,26 @@
-"""Tries the readings of a head: the files' own, then those with one field changed, and, unless the files' is the best,
-those with two."""
+"""Tries the readings of a head: the files' own, then those with one field changed. Unless the files' is the best, the
+search goes on from the best reading, by one field at a time, until none is better.
 
-from collections.abc import Iterator, Sequence
+A reading that may be better, but not beyond the noise of all comparisons, is compared on a second text of the same
+length. There are two looks then, and each allows for the comparisons of both.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle3.export.draft.common.field import Field, HeadReading
 from eagle3.export.fit.trials import Trial, Trials
-from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, beyond_chance, clearly_better, may_be_better
+from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, beyond_chance, clearly_better, likelier, may_be_better
 
 BEAM, PROMISING = 1, 2
 """``BEAM`` is the number of readings with one change to which a second one is added if none is better alone.
 ``PROMISING`` is the number of readings with two changes that are run whole: so many by acceptance, and as many by
 likelihood."""
+STEPS = 3
+"""The most fields by which the search goes on from the best reading with one change."""
+FINALISTS = 3
+"""The most readings that are compared with the files' on a second text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,25 +48,37 @@ class Tried:
 @dataclass
 class Search:
     """Tries the readings of one head one after the other. ``chance`` is the rate at which one fixed token would be
-    accepted."""
+    accepted; ``longer`` returns the trials over a text twice as long, None if there is none."""
 
     trials: Trials
     fields: Sequence[Field]
     chance: float
+    longer: Callable[[], Trials] | None = None
     tried: list[Tried] = field(default_factory=list)
+
+    @property
+    def comparisons(self) -> int:
+        """The number of comparisons whose noise a better reading must exceed."""
+        return len(self.tried) * (1 if self.longer is None else 2)
 
     def run(self, file: HeadReading) -> tuple[str, Tried]:
         """Return the verdict, and the best reading that clearly differs in acceptance from the files'."""
-        own = Tried(file, {}, self.trials.run(file))
-        self.tried.append(own)
-        self._try(file, self._changed(file))
-        best = self._best(own)
-        if best is own and self._works(own):
-            return FITS, own
-        beam = [best] if best is not own else _foremost([each for each in self.tried if each.changes], BEAM)
-        for each in beam:
-            self._try(file, self._changed(each.reading), PROMISING)
-        best = self._best(own)
+        self.tried.append(Tried(file, {}, self.trials.run(file)))
+        self._try(file, self._changed(file, file))
+        best = self._best()
+        if best is self.tried[0] and self._works(best):
+            best = self._on_longer_text()
+        if best is self.tried[0] and self._works(best):
+            return FITS, best
+        for _ in range(STEPS):
+            before = best
+            changed = [each for each in self.tried if each.changes]
+            for each in _foremost(changed, BEAM) if best is self.tried[0] else [best]:
+                self._try(file, self._changed(each.reading, file), PROMISING)
+            best = self._best()
+            if best is before:
+                break
+        own = self.tried[0]
         if not self._works(best):
             return NO_PAIR, own
         return (FITS, own) if best is own else (ANOTHER, self._without_needless(best, own))
@@ -66,13 +86,28 @@ class Search:
     def _works(self, tried: Tried) -> bool:
         return beyond_chance(tried.trial, self.chance, len(self.tried))
 
-    def _changed(self, reading: HeadReading) -> Iterator[HeadReading]:
+    def _changed(self, reading: HeadReading, file: HeadReading) -> Iterator[HeadReading]:
+        """Return the readings with one field changed, to the values that are worth trying beside the reading's own
+        value or the files'."""
         for each in self.fields:
-            for value in each.others(reading) if each.value(reading) is not None else ():
+            known = [base for base in (reading, file) if each.value(base) is not None]
+            for value in (value for base in known for value in each.others(base)):
                 try:
                     yield each.applied(reading, value)
                 except ValueError:  # the two fields exclude each other
                     continue
+
+    def _on_longer_text(self) -> Tried:
+        """Compare the files' reading on a longer text with those that may be better, and return the best."""
+        own = self.tried[0]
+        unclear = [each for each in self.tried if each.changes and clearly_better(each.trial, own.trial, 1)]
+        if self.longer is None or not unclear:
+            return own
+        self.trials = self.longer()
+        finalists = sorted(unclear, key=lambda each: -each.likelihood)[:FINALISTS]
+        for each in [own, *finalists]:
+            self.tried[self.tried.index(each)] = replace(each, trial=self.trials.run(each.reading))
+        return self._best()
 
     def _try(self, file: HeadReading, readings: Iterator[HeadReading], most: int | None = None) -> None:
         """Run the readings that have not been run yet, each as long as it may be better than the files' own. With
@@ -99,9 +134,9 @@ class Search:
     def _begin(self, reading: HeadReading) -> Trial:
         return self.trials.of_head(self.trials.head(reading), reading, steps=1, goes_on=lambda _begun: False)
 
-    def _best(self, own: Tried) -> Tried:
+    def _best(self) -> Tried:
         """Return the best of the readings that are clearly better than the files'; the files' own if there is none."""
-        count = len(self.tried)
+        own, count = self.tried[0], self.comparisons
         better = [each for each in self.tried if clearly_better(each.trial, own.trial, count)]
         better = [each for each in better if self._works(each)]
         if not better:
@@ -111,14 +146,16 @@ class Search:
         return max(alike, key=lambda each: (round(each.likelihood, 3), each.accepted))
 
     def _without_needless(self, best: Tried, own: Tried) -> Tried:
-        """Return the reading with the fewest changes whose chains are not clearly shorter than those of ``best``."""
-        count = len(self.tried)
+        """Return the reading with the fewest changes whose chains are not clearly shorter than those of ``best``, and
+        by which the target's tokens are as likely."""
+        count = self.comparisons
         alike = [
             each
             for each in self.tried
             if set(each.changes) < set(best.changes)
             and clearly_better(each.trial, own.trial, count)
             and best.accepted - each.accepted <= 0.02 * (1 + best.accepted)
+            and not likelier(best.trial, each.trial, count)
         ]
         return min(alike, key=lambda each: (len(each.changes), -each.accepted), default=best)
 

@@ -55,6 +55,17 @@ class Computed:
     written: bool
     """True if a target wrote the text, from the beginnings of pieces."""
 
+    @property
+    def chains(self) -> int:
+        """The number of tokens after which a chain begins."""
+        return sum(len(each.tokens) - each.begin for each in self.seen)
+
+    def text(self) -> str:
+        """Return a description of the text, for a person."""
+        kinds = ", ".join(dict.fromkeys(each.kind for each in self.seen))
+        whose = "the target's own greedy tokens behind" if self.written else "tokens of"
+        return f"{self.chains} {whose} {kinds}"
+
 
 @torch.no_grad()
 def written(

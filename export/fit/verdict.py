@@ -48,6 +48,12 @@ def clearly_better(trial: Trial, other: Trial, comparisons: int) -> bool:
     )
 
 
+def likelier(trial: Trial, other: Trial, comparisons: int) -> bool:
+    """Return True if the target's tokens are likelier by ``trial`` than by ``other``, of equal length, beyond the noise
+    of ``comparisons`` comparisons."""
+    return _exceeds(trial.likelihood - other.likelihood, z_for(comparisons))
+
+
 def may_be_better(begun: Trial, other: Trial) -> bool:
     """Return False for chains ``begun`` in the first half of the text that ``clearly_better`` cannot find better than
     those of ``other``, whatever the second half gives."""

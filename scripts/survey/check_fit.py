@@ -1,9 +1,10 @@
 """Puts wrong readings into gemma4-tiny's heads, one at a time and in pairs, and prints which the measurement finds.
 
-    python scripts/survey/check_fit.py [--seed N] [--head draft] [--random N | --played]
+    python scripts/survey/check_fit.py [--seed N] [--head draft] [--random N [--begin M] | --played]
 
 A fault is the opposite of a reading: the head's files are changed to say something else, so that the reading that
-undoes the change is right. ``--random N`` measures heads of random weights, none of which may be repaired. ``--played``
+undoes the change is right. ``--random N`` measures heads of random weights, none of which may be repaired;
+``--begin M`` leaves out the first M of them. ``--played``
 compares the expected tokens of a round with those of the runner's own loop on the same prompts, in float32, 8da8w and
 8da4w.
 """
@@ -82,7 +83,8 @@ def judged(fit: Fit, fault: Fault, right: HeadReading, measured: Measured) -> st
     if fit.verdict == ANOTHER and all(field.value(fit.best.reading) == field.value(right) for field in fit.fields):
         return "found"
     chains = fit.best.trial.accepted
-    trials = Trials(right, measured.over, fit.best.trial.hits.shape[1], measured.dtype)
+    over = measured.over if len(chains) == measured.over.chains else measured.longer
+    trials = Trials(right, over, fit.best.trial.hits.shape[1], measured.dtype)
     lost, error = mean_and_error(trials.run(right).accepted - chains)
     if lost <= LEAST_GAIN * (1 + float(chains.mean())):
         return "less than 3%"
@@ -143,6 +145,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--head", choices=list(HEADS), action="append")
     parser.add_argument("--random", type=int, default=0, metavar="N")
+    parser.add_argument("--begin", type=int, default=0, metavar="M")
     parser.add_argument("--played", action="store_true")
     given = parser.parse_args()
     if given.played:
@@ -150,7 +153,7 @@ def main() -> None:
         return
     heads = given.head or list(HEADS)
     measured = Measured(plan_of(heads[0]), seed=given.seed)
-    print_random(heads, given.random, measured) if given.random else print_faults(heads, measured)
+    print_random(heads, range(given.begin, given.random), measured) if given.random else print_faults(heads, measured)
 
 
 def print_faults(heads: list[str], measured: Measured) -> None:
@@ -169,10 +172,11 @@ def print_faults(heads: list[str], measured: Measured) -> None:
     show_tables(f"gemma4-tiny, seed {measured.seed}", [table("Faults", columns, rows)])
 
 
-def print_random(heads: list[str], count: int, measured: Measured) -> None:
-    """Print what is found of ``count`` random heads, of the shapes of each head in turn."""
+def print_random(heads: list[str], numbers: range, measured: Measured) -> None:
+    """Print what is found of random heads by their numbers, of the shapes of each head in turn."""
     rows = []
-    for number, head in zip(range(count), itertools.cycle(heads), strict=False):
+    for number in numbers:
+        head = heads[number % len(heads)]
         fit = measured.fit(randomized(plan_of(head), number))
         changed = "left alone" if not fit.best.changes else "CHANGED"
         rows.append((head, f"random {number}", fit.verdict, fit.typed(fit.best), changed))

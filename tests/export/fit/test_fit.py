@@ -70,6 +70,19 @@ def test_the_reading_that_undoes_a_fault_is_found_and_named(measured, head, faul
     assert fit.of(fit.best).interval[0] > fit.of(fit.file).interval[1]
 
 
+def test_a_reading_in_doubt_is_compared_on_a_second_text():
+    measured = Measured(plan_of("peagle"), seed=1)
+    fit = measured.fit(broken("peagle", aux_layers=(1, 3, 6)).plan)
+    assert fit.typed(fit.best) == "--aux-convention input"
+    assert len(fit.best.trial.hits) == len(fit.file.trial.hits) == measured.longer.chains > measured.over.chains
+
+
+@pytest.mark.whole
+def test_the_search_goes_on_from_a_better_reading(measured):
+    fit = measured.fit(broken("dflash", aux_convention="output", tap_order=(0, 2, 1)).plan)
+    assert fit.typed(fit.best) == "--aux-convention input --read tap_order=0,1,2"
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_random_head_is_reported_as_no_pair_and_keeps_its_reading(measured, seed):
