@@ -10,7 +10,14 @@ from typing import Any
 import click
 
 from eagle3.export.configuration.backends import BACKENDS
-from eagle3.export.configuration.config import EMBEDDING_RECIPES, INT4_LAYOUTS, KV_CACHES, LONGEST_CHAIN, ExportConfig
+from eagle3.export.configuration.config import (
+    EMBEDDING_RECIPES,
+    INT4_LAYOUTS,
+    KV_CACHES,
+    LAUNCH_ORDERS,
+    LONGEST_CHAIN,
+    ExportConfig,
+)
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.dialects.dialect import EAGLE3
 from eagle3.export.draft.kinds import KINDS
@@ -198,6 +205,12 @@ HEADINGS = {
     type=click.Choice(INT4_LAYOUTS),
     help="How INT4 weights are stored on cuda, and so which kernels read them: records take fewer instructions a "
     "weight, but were never timed. Default: tiles.",
+)
+@click.option(
+    "--launches",
+    type=click.Choice(LAUNCH_ORDERS),
+    help="How kernels start on cuda: early, before the kernel in front has ended, for sm_90 and later; never timed. "
+    "Default: in-order.",
 )
 @click.option(
     "--aux-layers",

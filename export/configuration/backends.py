@@ -75,7 +75,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), exported with or without a GPU",
         "eagle3.export.lowering.cuda.backend",
         dtype="bfloat16",
-        flags=frozenset({"cuda_arch", "int4_layout", "kv_cache"}),
+        flags=frozenset({"cuda_arch", "int4_layout", "kv_cache", "launches"}),
         states=frozenset({DELTA_RULE}),
         recipes=CUDA_RECIPES,
         quantizes=True,

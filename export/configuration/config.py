@@ -19,6 +19,7 @@ GROUPED = "8da4w"  # in this recipe groups of inputs share a scale; 8da8w has on
 EMBEDDING_RECIPES = ("none", "8w")
 KV_CACHES = ("bfloat16", "int8")
 INT4_LAYOUTS = ("tiles", "records")
+LAUNCH_ORDERS = ("in-order", "early")
 LONGEST_CHAIN = 15
 """The most draft tokens of a round; a verify window has one row more."""
 
@@ -44,6 +45,7 @@ class ExportConfig:
     group_size: int | None = None
     kv_cache: str | None = None
     int4_layout: str | None = None
+    launches: str | None = None
     aux_layers: tuple[int, ...] | None = None
     aux_convention: str | None = None
     draft_dialect: str | None = None
@@ -89,6 +91,11 @@ class ExportConfig:
     def in_records(self) -> bool:
         """True if INT4 weights are packed into records, as far as these can hold them."""
         return self.int4_layout == "records"
+
+    @property
+    def launches_early(self) -> bool:
+        """True if a kernel may start before the one in front of it has ended."""
+        return self.launches == "early"
 
     @property
     def folder(self) -> Path:

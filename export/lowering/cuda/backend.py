@@ -25,7 +25,7 @@ from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from eagle3.export.configuration.config import CUDA_RECIPES
+from eagle3.export.configuration.config import CUDA_RECIPES, LAUNCH_ORDERS
 from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.backend import Backend
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
@@ -37,6 +37,7 @@ from eagle3.export.lowering.cuda.graph.recurrent import use_cuda_recurrence
 from eagle3.export.lowering.cuda.graph.rotations import rotate_in_attention
 from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged, no_repro
 from eagle3.export.lowering.cuda.inductor.argmax import argmax_over_blocks
+from eagle3.export.lowering.cuda.inductor.early_launches import check_early_launches, early_launches
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
@@ -109,6 +110,8 @@ class NvidiaBackend:
             check_quantized_headers(plan.target_headers, skeleton)
         if plan.config.in_records and not has_int4(plan):
             raise ValueError("--int4-layout records is for INT4 weights, and this export has none: leave it out")
+        if plan.config.launches_early:
+            check_early_launches(local or named_arch(plan))
         if plan.qlinear in CUDA_RECIPES[1:]:
             check_recipe("--qlinear", plan.qlinear, skeleton.model, plan.target_config)
         if plan.draft_qlinear in CUDA_RECIPES[1:]:
@@ -188,6 +191,7 @@ class NvidiaBackend:
         local = local_arch()
         return {
             "cuda_arch": local or plan.config.cuda_arch,
+            "launches": plan.config.launches or LAUNCH_ORDERS[0],
             "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "chosen by estimate",
             "linears": {name: check_linears(name, program) for name, program in programs.items()},
             "toolchain": {"triton": version_of("triton"), "nvcc": nvcc_version()},
@@ -230,6 +234,7 @@ class NvidiaBackend:
             inductor.patch(OPTIONS),
             fused_further(),
             barriers_between_loops(),
+            early_launches() if plan.config.launches_early else nullcontext(),
             counters_unchanged(),
             analyzed_once(),
             no_repro(),

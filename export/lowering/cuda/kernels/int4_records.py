@@ -29,7 +29,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import triton_op, wrap_triton
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eagle3.export.lowering.cuda.kernels.int4 import BLOCK
 from eagle3.export.lowering.cuda.kernels.record_layout import OUTPUTS, PAIR, RECORD, dequantized
@@ -151,7 +150,7 @@ def int4_records_small_m_kernel(
     RECORDS = RECORDS.to(tl.pointer_type(tl.uint32), bitcast=True) + start.to(tl.int64) * SIZE
     X += m0.to(tl.int64) * K
     if EARLY:
-        gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     if FIRST > 0:  # noqa: SIM102  (of the two conditions one is the compiler's)
         if end - start >= FIRST:  # a shorter share could end the weights
             ask_l2(RECORDS, FIRST * SIZE * 4)
@@ -178,7 +177,7 @@ def int4_records_small_m_kernel(
     tile, k = start // BLOCKS, start % BLOCKS
     left = end - start
     if EARLY:
-        gdc_wait()
+        tl.extra.cuda.gdc_wait()
     while left > 0:
         acc0 = tl.full((8, 32, BLOCK_M), 0, tl.float32)
         acc1 = acc0

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from cuda_lowered import lowered
 from kernel_usage import usage
 from small_m_weights import activations, int4_weight
@@ -222,7 +223,7 @@ def test_an_early_launch_reads_only_weights_before_its_wait_and_writes_nothing()
     waits = {"gdc_wait": lambda: before.__setitem__(0, False), "gdc_launch_dependents": lambda: None}
     builder = {"set_grid_idx": placed, "create_masked_load": loaded, "create_masked_store": stored}
     with (
-        patch.multiple(int4_records, **waits),
+        patch.multiple(tl.extra.cuda, **waits),
         patch.multiple(InterpreterBuilder, **builder),
     ):
         found = run(x, packed, EARLY=True)

@@ -1,0 +1,103 @@
+"""Lets a kernel start before the one in front of it has ended: programmatic dependent launches, sm_90 and later.
+
+AOTInductor's C++ starts kernels by ``cuLaunchKernel``, one after the other: a GPU has nothing to do between the last
+program of a kernel and the first of the next. Here every kernel is started by ``cuLaunchKernelEx`` with the attribute
+of programmatic stream serialization. Its programs take their places as soon as all programs of the kernel in front have
+started and places are free. They wait for that kernel's end (``griddepcontrol.wait``) before anything else.
+
+**Every kernel waits**, in its first statement, so that a kernel's end includes the end of all before it. The kernel of
+``int4_records.py`` could read its first weights before it waits, but PyTorch's trace does not analyze the instructions
+for it, and then takes every argument as mutated.
+
+Inductor's own option, ``triton.enable_pdl``, lets a kernel skip the wait if the kernel in front writes nothing that it
+reads. That is right only if no kernel releases the next one before its own wait.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
+from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
+
+from eagle3.export.patching.patches import all_replaced
+from eagle3.runner.hardware.gpus import BY_ARCH
+
+FIRST_WITH = 90
+RELEASE, WAIT = "tl.extra.cuda.gdc_launch_dependents()", "tl.extra.cuda.gdc_wait()"
+SOURCE = re.compile(r"async_compile\.triton\('\w+', (?P<source>'''.*''')", re.DOTALL)
+IN_ORDER = """CUDA_DRIVER_CHECK(cuLaunchKernel(
+                    func, gridX, gridY, gridZ, 32*numWarps, 1, 1, sharedMemBytes, stream, args, nullptr
+                ));"""
+EARLY = """CUlaunchAttribute early = {};
+                early.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+                early.value.programmaticStreamSerializationAllowed = 1;
+                CUlaunchConfig config = {};
+                config.gridDimX = gridX;
+                config.gridDimY = gridY;
+                config.gridDimZ = gridZ;
+                config.blockDimX = 32 * numWarps;
+                config.blockDimY = 1;
+                config.blockDimZ = 1;
+                config.sharedMemBytes = sharedMemBytes;
+                config.hStream = stream;
+                config.attrs = &early;
+                config.numAttrs = 1;
+                CUDA_DRIVER_CHECK(cuLaunchKernelEx(&config, func, args, nullptr));"""
+
+
+def check_early_launches(arch: str) -> None:
+    """Raise ValueError for an architecture, such as "sm_89", whose kernels cannot start early."""
+    if BY_ARCH[arch].arch < FIRST_WITH:
+        raise ValueError(f"--launches early is for sm_{FIRST_WITH} and later, not {arch}: leave it out")
+
+
+@contextmanager
+def early_launches() -> Iterator[None]:
+    """Make Inductor write kernels that start early."""
+    define, driver = CppWrapperGpu._define_kernel_helper, CUDADeviceOpOverrides.kernel_driver
+
+    def define_waiting(
+        self: CppWrapperGpu,
+        kernel_name: str,
+        kernel_body: str,
+        metadata: str | None = None,
+        gpu: bool = True,
+        cpp_definition: str | None = None,
+    ) -> None:
+        define(self, kernel_name, waiting(kernel_body) if gpu else kernel_body, metadata, gpu, cpp_definition)
+
+    def launch_early(self: CUDADeviceOpOverrides) -> str:
+        return launching_early(driver(self))
+
+    wrapper = "torch._inductor.codegen.cpp_wrapper_gpu.CppWrapperGpu."
+    overrides = "torch._inductor.codegen.cuda.device_op_overrides.CUDADeviceOpOverrides."
+    parts = {f"{wrapper}_define_kernel_helper": define_waiting, f"{overrides}kernel_driver": launch_early}
+    with all_replaced(parts):
+        yield
+
+
+def launching_early(helpers: str) -> str:
+    """Return the C++ helpers of AOTInductor's wrapper with a launch that may begin early. Raises ValueError if they
+    launch kernels in another way than the tested version."""
+    if helpers.count(IN_ORDER) != 1:
+        raise ValueError("AOTInductor's launchKernel is not the one that --launches early replaces: leave the flag out")
+    return helpers.replace(IN_ORDER, EARLY)
+
+
+def waiting(kernel: str) -> str:
+    """Return Inductor's definition of a Triton kernel with a wait as its first statement. Raises ValueError for a
+    definition without a kernel."""
+    found = SOURCE.search(kernel)
+    source = "" if found is None else ast.literal_eval(found["source"])
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    heads = [node for node in functions if any("triton_heuristics" in ast.unparse(it) for it in node.decorator_list)]
+    if len(heads) != 1:
+        raise ValueError(f"{len(heads)} kernels are in a definition of Inductor, where one is expected")
+    (head,) = heads
+    lines = source.splitlines()
+    first = lines[head.body[0].lineno - 1]
+    at = kernel.index(first + "\n", kernel.index(f"def {head.name}("))
+    indent = first[: len(first) - len(first.lstrip())]
+    return f"{kernel[:at]}{indent}{RELEASE}\n{indent}{WAIT}\n{kernel[at:]}"

@@ -1,0 +1,88 @@
+"""Kernels that may start early wait for the kernel in front before they touch memory that a kernel writes."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_lowered import lowered
+from torch import nn
+from torch._inductor.codecache import CudaKernelParamCache
+from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
+
+from eagle3.export.lowering.cuda.inductor.early_launches import (
+    RELEASE,
+    WAIT,
+    check_early_launches,
+    early_launches,
+    launching_early,
+    waiting,
+)
+
+POINTWISE = """async_compile.triton('triton_poi_fused_add_0', '''
+import triton
+import triton.language as tl
+
+@triton_heuristics.pointwise(size_hints={'x': 64}, triton_meta={})
+@triton.jit
+def triton_(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    xnumel = 64
+    tl.store(out_ptr0, tl.load(in_ptr0))
+''', device_str='cuda')"""
+HELPER = "@triton.jit\ndef helper(x):\n    xnumel = 64\n    return x\n\n"
+HELPER_FIRST = POINTWISE.replace("@triton_heuristics", f"{HELPER}@triton_heuristics")
+OWN_WAIT = POINTWISE.replace("    xnumel = 64", "    if EARLY:\n        tl.extra.cuda.gdc_wait()")
+
+
+def body_of(kernel: str) -> list[str]:
+    tree = ast.parse(ast.literal_eval(re.search(r", ('''.*''')", kernel, re.DOTALL)[1]))
+    return [ast.unparse(line) for line in tree.body[-1].body]
+
+
+@pytest.mark.parametrize("kernel", [POINTWISE, HELPER_FIRST, OWN_WAIT])
+def test_a_kernel_releases_the_next_one_and_waits_before_anything_else(kernel):
+    found = waiting(kernel)
+    assert body_of(found) == [RELEASE, WAIT, *body_of(kernel)]
+
+
+@pytest.mark.parametrize("kernel", ["", POINTWISE.replace("@triton_heuristics", "@other")])
+def test_a_definition_without_a_kernel_is_refused(kernel):
+    with pytest.raises(ValueError, match="0 kernels"):
+        waiting(kernel)
+
+
+def test_every_launch_of_the_wrapper_has_the_attribute():
+    helpers = CUDADeviceOpOverrides().kernel_driver()
+    early = launching_early(helpers)
+    assert "cuLaunchKernel(" in helpers and "cuLaunchKernel(" not in early and early.count("cuLaunchKernelEx(") == 1
+    with pytest.raises(ValueError, match="launchKernel is not the one"):
+        launching_early(early)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+def test_an_architecture_without_early_launches_is_refused(arch):
+    with pytest.raises(ValueError, match=f"for sm_90 and later, not {arch}: leave it out"):
+        check_early_launches(arch)
+    check_early_launches("sm_90")
+
+
+class Softmax(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64).bfloat16())
+
+    def forward(self, x):
+        y = torch.softmax(x @ self.weight, -1)
+        return y.sum(-1), (y * 2).cumsum(0)
+
+
+def test_compiled_kernels_wait_before_they_access_memory():
+    """The kernels are a template's and Inductor's own."""
+    with early_launches():
+        called, graph = lowered(Softmax(), (torch.randn(4, 64).bfloat16(),))
+    assert len(graph.sources) == 3 and all(WAIT in source for source in graph.sources.values())
+    for name, _ in called:
+        ptx = Path(CudaKernelParamCache.get(name)["asm"]).read_text()
+        wait = ptx.index("griddepcontrol.wait")
+        assert wait < min(ptx.index(access) for access in ("ld.global", "st.global"))
