@@ -19,7 +19,6 @@ from eagle3.export.lowering.cuda.kernels import (
     advance,
     attention,
     bf16,
-    delta_rule,
     int4,
     int4_experts,
     int4_matmul,
@@ -29,6 +28,7 @@ from eagle3.export.lowering.cuda.kernels import (
     int8_matmul,
     k_quant_matmul,
     k_quants,
+    recurrent,
     small_m,
 )
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU, counters
@@ -136,19 +136,20 @@ def int8_experts_of(kernel: object) -> None:
     int8_experts._launch_experts(kernel, x, codes, scales, zeros, bias, chosen)
 
 
-def recurrent(rows: int) -> Callable:
-    """Return a launch of rows of 4 heads of 128 x 128, or of the committed rows of a chunk."""
+def recurs(rows: int, delta: bool = True) -> Callable:
+    """Return a launch of rows of 4 heads of 128 x 128, or of the committed rows of a chunk: of the gated delta rule or
+    of Mamba 2."""
 
     def floats(*shape: int) -> torch.Tensor:
         return on_meta(*shape, dtype=torch.float32)
 
     keys, values, each, state = floats(2, rows, 128), floats(4, rows, 128), floats(4, rows), floats(4, 128, 128)
-    changes, at = floats(1, delta_rule.SLOTS, 1, 6 * 128 + 4), on_meta(1, dtype=torch.int64)
-    given, other = (keys, keys, values, each, each, state), MagicMock()
-    if rows <= delta_rule.BLOCK:
-        return lambda kernel: delta_rule.launch_rows(kernel, *given, changes, at, at, values)
+    changes, at = floats(1, recurrent.SLOTS, 1, 6 * 128 + 4), on_meta(1, dtype=torch.int64)
+    given, other = (keys, keys, values, each, each if delta else None, state), MagicMock()
+    if rows <= recurrent.BLOCK:
+        return lambda kernel: recurrent.launch_rows(kernel, *given, changes, at, at, values)
     rest = state, changes, at, at, on_meta(1, dtype=torch.bool), values
-    return lambda kernel: delta_rule.launch_chunk((kernel, other), *given, *rest)
+    return lambda kernel: recurrent.launch_chunk((kernel, other), *given, *rest)
 
 
 def advances(kernel: object) -> None:
@@ -164,8 +165,10 @@ KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
     "sums of attention": (attention._attention_sum_kernel, attends(512, 8, 4, 4, adds=True)),
     "attention of a chunk": (attention._attention_kernel, attends(64, 4, 128, 0, **TILE)),
     "advance": (advance._advance_kernel, advances),
-    "recurrent rows": (delta_rule._delta_rows_kernel, recurrent(4)),
-    "recurrent chunk": (delta_rule._delta_chunk_kernel, recurrent(128)),
+    "recurrent rows": (recurrent._recurrent_rows_kernel, recurs(4)),
+    "rows of Mamba 2": (recurrent._recurrent_rows_kernel, recurs(4, delta=False)),
+    "chunk of Mamba 2": (recurrent._recurrent_chunk_kernel, recurs(128, delta=False)),
+    "recurrent chunk": (recurrent._recurrent_chunk_kernel, recurs(128)),
     "int4": (int4.int4_small_m_kernel, product(int4._launch_int4, 4, INT4)),
     "int4 of 16 rows": (int4.int4_small_m_kernel, product(int4._launch_int4, 16, INT4)),
     "int4 of a gate": (int4.int4_small_m_kernel, product(int4._launch_int4, 4, PAIR, activation=GELU_TANH)),

@@ -18,7 +18,6 @@ from eagle3.export.lowering.cuda.kernels import (
     advance,
     attention,
     bf16,
-    delta_rule,
     heads,
     int4,
     int4_experts,
@@ -31,6 +30,7 @@ from eagle3.export.lowering.cuda.kernels import (
     k_quants,
     large_m,
     record_layout,
+    recurrent,
     small_m,
     sums,
 )
@@ -152,25 +152,25 @@ def int8_experts_of(rows: int) -> None:
     int8_experts._launch_experts(kernel, x, *weights, chosen)
 
 
-def recurrent(rows: int, first: int, committed: int) -> None:
+def recur(rows: int, first: int, committed: int, delta: bool = True) -> None:
     """Launch rows of 4 heads of which two share a key head, or a chunk if there are more than 16, and the advance of
-    the committed position."""
+    the committed position: of the gated delta rule or of Mamba 2."""
     torch.manual_seed(rows)
     query, key, value = torch.randn(2, rows, 24), torch.randn(2, rows, 24), torch.randn(4, rows, 40)
     query, key = (each / each.norm(dim=-1, keepdim=True) for each in (query, key))
     decay, beta, state = -torch.rand(4, rows), torch.rand(4, rows), torch.randn(4, 24, 40)
-    changes = torch.randn(1, delta_rule.SLOTS, 1, 2 * 24 + 4 * 40 + 4)
+    changes = torch.randn(1, recurrent.SLOTS, 1, 2 * 24 + 4 * 40 + 4)
     changes[..., -4:] *= 0.1
     at, out = (torch.tensor([first]), torch.tensor([committed])), torch.empty(4, rows, 40)
-    given = query, key, value, decay, beta, state
+    given = query, key, value, decay, beta if delta else None, state
     from_saved = torch.tensor([False]) if rows > ROLLBACK_ROWS else None
     positions = torch.arange(first, first + rows), at[1].clone(), torch.zeros(1, dtype=torch.int64), from_saved
     advance.launch(advance._advance_kernel, *positions, torch.empty(1, dtype=torch.int64))
     if rows > ROLLBACK_ROWS:
-        kernels = delta_rule._delta_chunk_kernel, delta_rule._delta_rows_kernel
-        delta_rule.launch_chunk(kernels, *given, state.clone(), changes, *at, from_saved, out)
+        kernels = recurrent._recurrent_chunk_kernel, recurrent._recurrent_rows_kernel
+        recurrent.launch_chunk(kernels, *given, state.clone(), changes, *at, from_saved, out)
     else:
-        delta_rule.launch_rows(delta_rule._delta_rows_kernel, *given, changes, *at, out)
+        recurrent.launch_rows(recurrent._recurrent_rows_kernel, *given, changes, *at, out)
 
 
 EXPERTS = sums, small_m, int4, kernel_choices, int4_experts
@@ -222,8 +222,10 @@ SMALL = {
     "int4 records, many rows": Small(int4_records_large, LARGE_M),
     "int8, many rows": Small(int8_large, LARGE_M),
     "K-quants, many rows": Small(k_quant_large, LARGE_M),
-    "recurrent rows": Small(lambda: recurrent(16, 40, 24), (delta_rule, advance)),
-    "recurrent chunk": Small(lambda: recurrent(41, 30, 19), (delta_rule, advance)),
+    "recurrent rows": Small(lambda: recur(16, 40, 24), (recurrent, advance)),
+    "recurrent chunk": Small(lambda: recur(41, 30, 19), (recurrent, advance)),
+    "rows of Mamba 2": Small(lambda: recur(16, 40, 24, delta=False), (recurrent, advance)),
+    "chunk of Mamba 2": Small(lambda: recur(41, 30, 19, delta=False), (recurrent, advance)),
     "attention": Small(lambda: attend(3, 200, 256), ATTENTION),
     "attention in one part": Small(lambda: attend(17, 31, 600), ATTENTION),
     "attention, a window": Small(lambda: attend(3, 300, 512, 256), ATTENTION),

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import gpu_tournament
 import gpu_variants
 import pytest
+import triton.language as tl
 from click.testing import CliRunner
 from gpu_cubins import MANIFEST, Cubins, key_of
 from gpu_tournament import Run
@@ -69,8 +70,9 @@ class Interpreted(ExitStack):
     def __enter__(self):
         super().__enter__()
         self.enter_context(interpreted(sums, small_m, int4, bf16, int4_records))
-        nothing = {"gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None, "ask_l2": lambda *_: None}
-        self.enter_context(patch.multiple(int4_records, **nothing))
+        waits = {"gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None}
+        self.enter_context(patch.multiple(tl.extra.cuda, **waits))
+        self.enter_context(patch.object(int4_records, "ask_l2", lambda *_: None))
         kernels = {
             kernel.__name__: kernel
             for kernel in (

@@ -3,6 +3,7 @@ nothing behind, and each fault put in by hand is noticed."""
 
 import json
 import random
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, Lfm2Config
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.cli import main as export_main
+from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.planning.memory import cache_bytes, state_bytes, target_caches
 from eagle3.export.twin.randomize import randomize
 from eagle3.runner.cache.cached_tokens import still_held
@@ -185,6 +187,12 @@ def test_lfm2_in_its_published_shape_is_planned(published):
     assert state_bytes(TARGETS["auto"], Lfm2Config.from_pretrained(published), 4096, torch.float32) == 10 * 1026 * 8192
 
 
-def test_cuda_refuses_convolutions_in_a_line(published):
+def test_cuda_plans_convolutions(published):
+    done = run_command(export_main, *flags(published, "cuda"), "--cuda-arch", "sm_90", "--random-weights", "--json")
+    assert json.loads(done.stdout)["methods"][0]["name"] == "prefill"
+
+
+def test_a_backend_without_convolutions_refuses_them_in_a_line(published, monkeypatch):
+    monkeypatch.setitem(BACKENDS, "cuda", replace(BACKENDS["cuda"], states=frozenset()))
     _, line = fail_command(export_main, *flags(published, "cuda"), "--random-weights")
     assert "the target (lfm2) has layers with a short convolution" in line and "type --backend xnnpack" in line

@@ -17,7 +17,7 @@ from torch import nn
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.configuration.config import CUDA_RECIPES
 from eagle3.export.draft.loading import unfilled
-from eagle3.export.lowering.cuda.kernels import bf16, delta_rule, int4, int4_records, record_layout, sums
+from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_records, record_layout, recurrent, sums
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.small_m import Blocks
 from eagle3.export.lowering.cuda.weights.experts import fused_linears
@@ -27,9 +27,9 @@ from eagle3.export.planning.methods import plan_methods
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.merged_linears import SAME_INPUT
 from eagle3.runner.contract import DRAFT_DECODE, PREFILL
-from eagle3.targets.gated_delta import GatedDeltaState
+from eagle3.targets.recurrent import RecurrentState
 from eagle3.targets.spec import Skeleton
-from eagle3.targets.state_mixers import GATED_DELTA
+from eagle3.targets.state_mixers import form_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -50,8 +50,9 @@ def gpu_memory(plan: Plan) -> GpuMemory:
 def _more_slots(model: nn.Module) -> int:
     """Return the bytes by which the rings of recurrent layers are longer than in the plan."""
     with torch.device("meta"):
-        states = [GatedDeltaState(mixer) for each in model.modules() if (mixer := GATED_DELTA.mixer(each)) is not None]
-    return sum(FLOAT32 * (delta_rule.SLOTS - state.changes.slots) * sum(state.parts) for state in states)
+        states = [form.make(form.mixer(each), 0, 1) for each in model.modules() if (form := form_of(each)) is not None]
+    kept = [state for state in states if isinstance(state, RecurrentState)]
+    return sum(FLOAT32 * (recurrent.SLOTS - state.changes.slots) * sum(state.parts) for state in kept)
 
 
 def _recipe(name: str, config: "PreTrainedConfig", model: nn.Module) -> QuantRecipe | None:

@@ -30,8 +30,8 @@ from torch._inductor.ir import Buffer
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
-from eagle3.export.lowering.cuda.kernels.delta_rule import CHUNK_WARPS
 from eagle3.export.lowering.cuda.kernels.int4 import TILE as INT4_TILE
+from eagle3.export.lowering.cuda.kernels.recurrent import CHUNK_WARPS
 from eagle3.export.lowering.cuda.kernels.sums import Division
 from eagle3.export.patching.patches import all_replaced
 from eagle3.runner.contract import WORKSPACE
@@ -326,7 +326,7 @@ def cache_reads(constants: Mapping[str, int], rows: int) -> CacheReads | None:
 
 
 def state_bytes(constants: Mapping[str, int], values: Mapping[str, int]) -> int:
-    """Return the bytes that a kernel of ``delta_rule.py`` reads and writes of a state and of its ring, from its
+    """Return the bytes that a kernel of ``recurrent.py`` reads and writes of a state and of its ring, from its
     arguments; 0 for any other kernel. As many rows are taken to be committed as the call has."""
     if "KEY_HEADS" not in constants:
         return 0
@@ -345,8 +345,11 @@ def block_products(constants: Mapping[str, int], values: Mapping[str, int]) -> P
     if "DOUBLINGS" not in constants or "KEY_HEADS" not in constants:
         return None
     block, width, columns = constants["BLOCK"], constants["BLOCK_K"], constants["COLUMNS"]
-    by_keys = 2 * block * block * width + 3 * block * width * columns
-    by_all_warps = 2 * (constants["DOUBLINGS"] - 1) * block**3 * CHUNK_WARPS
+    by_keys = block * block * width + 2 * block * width * columns
+    by_all_warps = 0
+    if constants["DELTA"]:  # keys by keys and by the state, and an inverse
+        by_keys += block * block * width + block * width * columns
+        by_all_warps = 2 * (constants["DOUBLINGS"] - 1) * block**3 * CHUNK_WARPS
     programs = constants["HEADS"] * math.ceil(constants["D_V"] / columns)
     blocks = math.ceil(values["count"] / block)
     return Products(width * columns, 3 * (by_keys + by_all_warps), programs * blocks)

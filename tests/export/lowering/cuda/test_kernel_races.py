@@ -15,7 +15,6 @@ from eagle3.export.lowering.cuda.kernels import (
     advance,
     attention,
     bf16,
-    delta_rule,
     heads,
     int4,
     int4_matmul,
@@ -24,6 +23,7 @@ from eagle3.export.lowering.cuda.kernels import (
     k_quant_matmul,
     k_quants,
     large_m,
+    recurrent,
     small_m,
     sums,
 )
@@ -70,6 +70,7 @@ ARRIVING = {
 """The ways to take the counter of a tile wrongly."""
 UNCOUNTED = ("attention", "attention in one part", "attention, a window in one part", "experts", "int8 experts")
 UNCOUNTED += ("attention of a product", "attention of a product, codes", "recurrent rows", "recurrent chunk")
+UNCOUNTED += ("rows of Mamba 2", "chunk of Mamba 2")
 """Launches in which no program waits for others to arrive."""
 DIVIDED = [name for name in SMALL if name not in UNCOUNTED]
 READS = r"tl\.load\((PARTS|STATS|sums) "
@@ -195,10 +196,10 @@ FAULTS = {
     ),
     # Of recurrent layers
     "a ring of half the slots": (
-        "recurrent rows", delta_rule, "(first + row) % SLOTS", "(first + row) % (SLOTS // 2)", LOADED, "key = tl.load",
+        "recurrent rows", recurrent, "(first + row) % SLOTS", "(first + row) % (SLOTS // 2)", LOADED, "key = tl.load",
     ),
     "no barrier before the state": (
-        "recurrent rows", delta_rule, "    tl.debug_barrier()  # what one thread loaded, another may store\n", "",
+        "recurrent rows", recurrent, "    tl.debug_barrier()  # what one thread loaded, another may store\n", "",
         IN_PROGRAM, "tl.store.tile",
     ),
     "no barrier before the committed position": (

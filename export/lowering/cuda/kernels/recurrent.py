@@ -1,4 +1,5 @@
-"""The gated delta rule in Triton, over a state that rolls back (``eagle3.targets.gated_delta``, ``recurrent``).
+"""Recurrent layers in Triton, over a state that rolls back (``eagle3.targets.recurrent``): the gated delta rule
+(``gated_delta``) and Mamba 2 (``mamba2``). They differ in the update of a row, which in Mamba 2 is the row's value.
 
 A program keeps some columns of one head's state in registers, so that a call reads and writes the state once. It first
 applies the changes that the ring holds between the committed position and the first row. It then either runs its rows
@@ -7,9 +8,9 @@ one after the other and leaves their changes in the ring (``rows``), or commits 
 **Rows.** Each change is ``fma(key, update, decay * state)`` in float32, in the commit as in the row itself. A state and
 an output therefore have the same bits however the rows are divided among calls of one method.
 
-**Chunks.** A block of rows takes products on the tensor cores in place of a loop: its updates solve a triangular
-system, whose inverse is built from blocks that double in size, as in the reference. The products are in TF32 with three
-terms, which is nearly as accurate as float32.
+**Chunks.** A block of rows takes products on the tensor cores in place of a loop. Updates of the gated delta rule
+solve a triangular system, whose inverse is built from blocks that double in size, as in ``gated_delta``. The products
+are in TF32 with three terms, which is nearly as accurate as float32.
 
 Programs share the ring. A call reads changes of the last ``ROLLBACK_ROWS`` positions and writes as many, so with twice
 as many slots no program writes what another one has still to read. That holds for rows that follow the read positions;
@@ -30,7 +31,10 @@ SLOTS = 2 * ROLLBACK_ROWS
 """The slots of the ring."""
 ROW_COLUMNS, ROW_WARPS = 16, 4
 CHUNK_COLUMNS, CHUNK_WARPS = 32, 8
-"""The columns of a head's state in a program, and its warps. With fewer warps a chunk's kernel spills registers."""
+"""The most columns of a head's state in a program, and its warps. With fewer warps a chunk's kernel spills
+registers."""
+CHUNK_NUMBERS = 4096
+"""The most numbers of the state in a chunk's program of more than 16 columns. With more, registers are spilled."""
 BLOCK, DOUBLINGS = 16, 4
 """The rows of a block of a chunk, and their logarithm. Products on the tensor cores take at least 16 rows; the inverse
 of a larger block takes more registers than a thread has."""
@@ -64,13 +68,13 @@ def _committed(
 
 
 @triton.jit
-def _delta_rows_kernel(
+def _recurrent_rows_kernel(
     QUERY, KEY, VALUE, DECAY, BETA, STATE, CHANGES, FIRST, COMMITTED, OUT, rows, begin, KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     # QUERY, KEY [KEY_HEADS, rows, D_K], VALUE, OUT [HEADS, rows, D_V], DECAY, BETA [HEADS, rows], all float32. Runs the
-    # rows from ``begin`` on. If ``begin`` is not 0, the state is that of its position already.
+    # rows from ``begin`` on. If ``begin`` is not 0, the state is that of its position already. BETA is read with DELTA.
     head, block = tl.program_id(0), tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
     k = tl.arange(0, BLOCK_K)
@@ -92,10 +96,11 @@ def _delta_rows_kernel(
     for row in tl.range(begin, rows, num_stages=3):
         key = tl.load(KEY + (key_head * rows + row) * D_K + k, mask=in_k, other=0.0)
         query = tl.load(QUERY + (key_head * rows + row) * D_K + k, mask=in_k, other=0.0)
-        value = tl.load(VALUE + (head * rows + row) * D_V + v, mask=in_v, other=0.0)
+        update = tl.load(VALUE + (head * rows + row) * D_V + v, mask=in_v, other=0.0)
         decay = tl.load(DECAY + head * rows + row)
-        beta = tl.load(BETA + head * rows + row)
-        update = (value - tl.sum(state * tl.exp(decay) * key[:, None], 0)) * beta
+        if DELTA:
+            beta = tl.load(BETA + head * rows + row)
+            update = (update - tl.sum(state * tl.exp(decay) * key[:, None], 0)) * beta
         state = _changed(state, key, update, decay, BLOCK_K, COLUMNS)
         tl.store(OUT + (head * rows + row) * D_V + v, tl.sum(state * query[:, None], 0), mask=in_v)
         change = CHANGES + (first + row) % SLOTS * WIDTH
@@ -105,13 +110,13 @@ def _delta_rows_kernel(
 
 
 @triton.jit
-def _delta_chunk_kernel(
+def _recurrent_chunk_kernel(
     QUERY, KEY, VALUE, DECAY, BETA, STATE, SAVED, CHANGES, FIRST, COMMITTED, FROM_SAVED, OUT, rows, count,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, DELTA: tl.constexpr, BLOCK: tl.constexpr,
+    SLICE: tl.constexpr, DOUBLINGS: tl.constexpr,
 ):  # fmt: skip
-    # As _delta_rows_kernel; commits the first ``count`` rows, of which the ring gets nothing. SAVED is as STATE.
+    # As _recurrent_rows_kernel; commits the first ``count`` rows, of which the ring gets nothing. SAVED is as STATE.
     head, block = tl.program_id(0), tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
     k = tl.arange(0, BLOCK_K)
@@ -144,26 +149,28 @@ def _delta_chunk_kernel(
         in_values = here[:, None] & in_v[None, :]
         key = tl.load(KEY + keys, mask=in_keys, other=0.0)
         query = tl.load(QUERY + keys, mask=in_keys, other=0.0)
-        value = tl.load(VALUE + values, mask=in_values, other=0.0)
+        update = tl.load(VALUE + values, mask=in_values, other=0.0)
         decay = tl.load(DECAY + head * rows + at, mask=here, other=0.0)
-        beta = tl.load(BETA + head * rows + at, mask=here, other=0.0)
         until = tl.cumsum(decay, 0)
         whole = tl.sum(decay, 0)
         lower = row >= column
         between = tl.where(lower, tl.exp(tl.where(lower, until[:, None] - until[None, :], 0.0)), 0.0)
         since = tl.exp(until)[:, None]
         turned = tl.permute(key, (0, 2, 1))
-        system = tl.sum(tl.dot(key, turned, input_precision="tf32x3"), 0) * between * beta[:, None]
-        right = (value - tl.sum(tl.dot(key, state, input_precision="tf32x3"), 0) * since) * beta[:, None]
+        if DELTA:
+            beta = tl.load(BETA + head * rows + at, mask=here, other=0.0)
+            system = tl.sum(tl.dot(key, turned, input_precision="tf32x3"), 0) * between * beta[:, None]
+            right = (update - tl.sum(tl.dot(key, state, input_precision="tf32x3"), 0) * since) * beta[:, None]
         seen = tl.sum(tl.dot(query, turned, input_precision="tf32x3"), 0) * between
         out = tl.sum(tl.dot(query, state, input_precision="tf32x3"), 0) * since
-        pair = (row >> 1 == column >> 1) & (row > column)
-        inverse = tl.where(row == column, 1.0, tl.where(pair, -system, 0.0))
-        for doubling in tl.static_range(1, DOUBLINGS):
-            pair = (row >> (doubling + 1) == column >> (doubling + 1)) & (row >> doubling > column >> doubling)
-            product = tl.dot(inverse, tl.where(pair, system, 0.0), input_precision="tf32x3")
-            inverse -= tl.dot(product, inverse, input_precision="tf32x3")
-        update = tl.dot(inverse, right, input_precision="tf32x3")
+        if DELTA:
+            pair = (row >> 1 == column >> 1) & (row > column)
+            inverse = tl.where(row == column, 1.0, tl.where(pair, -system, 0.0))
+            for doubling in tl.static_range(1, DOUBLINGS):
+                pair = (row >> (doubling + 1) == column >> (doubling + 1)) & (row >> doubling > column >> doubling)
+                product = tl.dot(inverse, tl.where(pair, system, 0.0), input_precision="tf32x3")
+                inverse -= tl.dot(product, inverse, input_precision="tf32x3")
+            update = tl.dot(inverse, right, input_precision="tf32x3")
         out += tl.dot(seen, update, input_precision="tf32x3")
         tl.store(OUT + values, out, mask=in_values)
         if BLOCK_K == SLICE:  # no sum over slices, which has a barrier between the stores of two blocks
@@ -176,7 +183,7 @@ def _delta_chunk_kernel(
     tl.store(SAVED + place, state, mask=in_tile)
 
 
-def _sizes(query: Tensor, value: Tensor, changes: Tensor) -> dict[str, int]:
+def _sizes(query: Tensor, value: Tensor, beta: Tensor | None, changes: Tensor) -> dict[str, int]:
     """Return the constants that both kernels take."""
     d_k = query.shape[2]
     return {
@@ -187,57 +194,61 @@ def _sizes(query: Tensor, value: Tensor, changes: Tensor) -> dict[str, int]:
         "BLOCK_K": max(16, triton.next_power_of_2(d_k)),
         "WIDTH": changes.shape[-1],
         "SLOTS": changes.shape[1],
+        "DELTA": beta is not None,
     }
 
 
 def launch_rows(
-    kernel: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor, changes: Tensor,
-    first: Tensor, committed: Tensor, out: Tensor, begin: Any = 0,
+    kernel: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor,
+    changes: Tensor, first: Tensor, committed: Tensor, out: Tensor, begin: Any = 0,
 ) -> None:  # fmt: skip
-    """Run ``_delta_rows_kernel`` on the rows from ``begin`` on; ``state``, ``changes`` and ``out`` are written."""
-    sizes = _sizes(query, value, changes)
+    """Run ``_recurrent_rows_kernel`` on the rows from ``begin`` on; ``state``, ``changes`` and ``out`` are written."""
+    sizes = _sizes(query, value, beta, changes)
     grid = value.shape[0], triton.cdiv(sizes["D_V"], ROW_COLUMNS)
     kernel[grid](
-        query, key, value, decay, beta, state, changes, first, committed, out, query.shape[1], begin, **sizes,
-        COLUMNS=ROW_COLUMNS, num_warps=ROW_WARPS,
+        query, key, value, decay, decay if beta is None else beta, state, changes, first, committed, out,
+        query.shape[1], begin, **sizes, COLUMNS=ROW_COLUMNS, num_warps=ROW_WARPS,
     )  # fmt: skip
 
 
 def launch_chunk(
-    kernels: tuple[Any, Any], query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor,
-    saved: Tensor, changes: Tensor, first: Tensor, committed: Tensor, from_saved: Tensor, out: Tensor,
+    kernels: tuple[Any, Any], query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None,
+    state: Tensor, saved: Tensor, changes: Tensor, first: Tensor, committed: Tensor, from_saved: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
-    """Run ``_delta_chunk_kernel`` on all but the last ``ROLLBACK_ROWS`` rows, and ``_delta_rows_kernel`` on those."""
+    """Run ``_recurrent_chunk_kernel`` on all but the last ``ROLLBACK_ROWS`` rows, and ``_recurrent_rows_kernel`` on
+    those."""
     of_chunk, of_rows = kernels
-    sizes, count = _sizes(query, value, changes), query.shape[1] - ROLLBACK_ROWS
-    grid = value.shape[0], triton.cdiv(sizes["D_V"], CHUNK_COLUMNS)
+    sizes, count = _sizes(query, value, beta, changes), query.shape[1] - ROLLBACK_ROWS
+    columns = min(CHUNK_COLUMNS, max(16, CHUNK_NUMBERS // sizes["BLOCK_K"]))
+    grid = value.shape[0], triton.cdiv(sizes["D_V"], columns)
     of_chunk[grid](
-        query, key, value, decay, beta, state, saved, changes, first, committed, from_saved, out, query.shape[1], count,
-        **sizes, COLUMNS=CHUNK_COLUMNS, BLOCK=BLOCK, SLICE=max(16, sizes["BLOCK_K"] // CHUNK_WARPS),
-        DOUBLINGS=DOUBLINGS, num_warps=CHUNK_WARPS,
+        query, key, value, decay, decay if beta is None else beta, state, saved, changes, first, committed, from_saved,
+        out, query.shape[1], count, **sizes, COLUMNS=columns, BLOCK=BLOCK,
+        SLICE=max(16, sizes["BLOCK_K"] // CHUNK_WARPS), DOUBLINGS=DOUBLINGS, num_warps=CHUNK_WARPS,
     )  # fmt: skip
     launch_rows(of_rows, query, key, value, decay, beta, state, changes, first, committed, out, count)
 
 
-@triton_op("eagle3::delta_rows", mutates_args={})
-def delta_rows(
+@triton_op("eagle3::recurrent_rows", mutates_args={})
+def recurrent_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     decay: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     state: Tensor,
     changes: Tensor,
     first: Tensor,
     committed: Tensor,
 ) -> list[Tensor]:
     """Run up to ``ROLLBACK_ROWS`` rows that can be rejected. On CUDA these are the kernels of this module, on the host
-    ``delta_rows_reference``. It is one node of an exported program.
+    ``recurrent_rows_reference``. It is one node of an exported program.
 
     Args:
-        query, key: float32 [key heads, T, d_k], of unit length, ``query`` scaled
+        query, key: float32 [key heads, T, d_k]; of unit length in the gated delta rule, ``query`` scaled
         value: float32 [value heads, T, d_v]
-        decay, beta: float32 [value heads, T]; ``decay`` is the logarithm
+        decay: float32 [value heads, T], the logarithm
+        beta: float32 [value heads, T] of the gated delta rule; None in Mamba 2, where ``value`` is the update
         state: float32 [value heads, d_k, d_v], before position ``committed``; not read if the first position is 0
         changes: float32 [1, SLOTS, 1, width], a ring by position: the key of all key heads, the update of all value
             heads, and the log decay of each
@@ -250,18 +261,18 @@ def delta_rows(
         calls
     """
     state, changes, out = state.clone(), changes.clone(), torch.empty_like(value)
-    kernel = wrap_triton(_delta_rows_kernel)
+    kernel = wrap_triton(_recurrent_rows_kernel)
     launch_rows(kernel, query, key, value, decay, beta, state, changes, first, committed, out)
     return [out, state, changes]
 
 
-@triton_op("eagle3::delta_chunk", mutates_args={})
-def delta_chunk(
+@triton_op("eagle3::recurrent_chunk", mutates_args={})
+def recurrent_chunk(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     decay: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     state: Tensor,
     saved: Tensor,
     changes: Tensor,
@@ -273,45 +284,45 @@ def delta_chunk(
 
     Args:
         saved: as ``state``, which it replaces where ``from_saved`` (bool [1]) is True
-        query, key, value, decay, beta, state, changes, first, committed: see ``delta_rows``
+        query, key, value, decay, beta, state, changes, first, committed: see ``recurrent_rows``
 
     Returns:
         float32 [value heads, T, d_v]; the state before the last ``ROLLBACK_ROWS`` rows, twice, of which the second
         replaces ``saved``; the ring with the changes of these rows
     """
     state, saved, changes, out = state.clone(), saved.clone(), changes.clone(), torch.empty_like(value)
-    kernels = wrap_triton(_delta_chunk_kernel), wrap_triton(_delta_rows_kernel)
+    kernels = wrap_triton(_recurrent_chunk_kernel), wrap_triton(_recurrent_rows_kernel)
     given = query, key, value, decay, beta, state, saved, changes, first, committed, from_saved, out
     launch_chunk(kernels, *given)
     return [out, state, saved, changes]
 
 
-@delta_rows.register_kernel("cpu")
-def delta_rows_reference(
+@recurrent_rows.register_kernel("cpu")
+def recurrent_rows_reference(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     decay: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     state: Tensor,
     changes: Tensor,
     first: Tensor,
     committed: Tensor,
 ) -> list[Tensor]:
-    """``delta_rows`` in plain PyTorch, row by row, of any floating dtype."""
+    """``recurrent_rows`` in plain PyTorch, row by row, of any floating dtype."""
     given = query, key, value, decay, beta
     state = _before(state, changes, int(first[0]), int(committed), key, value)
     out, update, _ = _rows(*given, state)
     return [out, state, _left(changes, int(first[0]), key, update, decay)]
 
 
-@delta_chunk.register_kernel("cpu")
-def delta_chunk_reference(
+@recurrent_chunk.register_kernel("cpu")
+def recurrent_chunk_reference(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     decay: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     state: Tensor,
     saved: Tensor,
     changes: Tensor,
@@ -319,13 +330,13 @@ def delta_chunk_reference(
     committed: Tensor,
     from_saved: Tensor,
 ) -> list[Tensor]:
-    """``delta_chunk`` in plain PyTorch, row by row, of any floating dtype."""
+    """``recurrent_chunk`` in plain PyTorch, row by row, of any floating dtype."""
     count = key.shape[1] - ROLLBACK_ROWS
-    of_bulk, of_tail = zip(*(each.tensor_split([count], 1) for each in (query, key, value, decay, beta)), strict=True)
+    given = query, key, value, decay, beta
     state = _before(saved if from_saved else state, changes, int(first[0]), int(committed), key, value)
-    bulk, _, state = _rows(*of_bulk, state)
-    tail, update, _ = _rows(*of_tail, state)
-    changes = _left(changes, int(first[0]) + count, of_tail[1], update, of_tail[3])
+    bulk, _, state = _rows(*(each if each is None else each[:, :count] for each in given), state)
+    tail, update, _ = _rows(*(each if each is None else each[:, count:] for each in given), state)
+    changes = _left(changes, int(first[0]) + count, key[:, count:], update, decay[:, count:])
     return [torch.cat((bulk, tail), 1), state, state.clone(), changes]
 
 
@@ -340,13 +351,15 @@ def _before(state: Tensor, changes: Tensor, first: int, committed: int, key: Ten
 
 
 def _rows(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs and the updates of rows, [value heads, T, d_v] each, and the state after them."""
     out, updates = torch.empty_like(value), torch.empty_like(value)
     for row in range(key.shape[1]):
-        known = _dot(state, key[:, row]) * decay[:, row, None].exp()
-        updates[:, row] = (value[:, row] - known) * beta[:, row, None]
+        updates[:, row] = value[:, row]
+        if beta is not None:
+            updates[:, row] -= _dot(state, key[:, row]) * decay[:, row, None].exp()
+            updates[:, row] *= beta[:, row, None]
         state = _after(state, key[:, row], updates[:, row], decay[:, row])
         out[:, row] = _dot(state, query[:, row])
     return out, updates, state
