@@ -4,9 +4,8 @@
 
 A fault is the opposite of a reading: the head's files are changed to say something else, so that the reading that
 undoes the change is right. ``--random N`` measures heads of random weights, none of which may be repaired;
-``--begin M`` leaves out the first M of them. ``--played``
-compares the expected tokens of a round with those of the runner's own loop on the same prompts, in float32, 8da8w and
-8da4w.
+``--begin M`` leaves out the first M of them. ``--played`` compares the expected tokens of a round with those of the
+runner's own loop on the same prompts, in float32, 8da8w and 8da4w.
 """
 
 import argparse

@@ -25,6 +25,7 @@ from survey_targets import save_zeros, silence
 
 from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
+from eagle3.export.draft.kinds.eagle.rope_reading import BASE_DOUBT
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.draft.twin import check_draft
 
@@ -165,7 +166,7 @@ def differences(head: HeadConfig, draft: DraftDescription) -> Iterator[str]:
         "rotated part": (rope.get("partial_rotary_factor") or 1.0, 1.0),
         "window": (max(windows), head.window),
         "normed feature": (getattr(draft, "feeds_normed", False), head.normed),
-        "a line on the base": (any("the file does not show" in line for line in draft.warnings), head.untold),
+        "a line on the base": (any(BASE_DOUBT in line for line in draft.warnings), head.untold),
     }
     yield from (f"{what} is {found}, not {right}" for what, (found, right) in facts.items() if found != right)
 

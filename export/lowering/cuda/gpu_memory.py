@@ -49,7 +49,7 @@ def gpu_memory(plan: Plan) -> GpuMemory:
 
 def _more_slots(model: nn.Module) -> int:
     """Return the bytes by which the rings of recurrent layers are longer than in the plan."""
-    with torch.device("meta"):
+    with torch.device("meta"):  # window and context decide the ring of a short convolution alone, which has no more
         states = [form.make(form.mixer(each), 0, 1) for each in model.modules() if (form := form_of(each)) is not None]
     kept = [state for state in states if isinstance(state, RecurrentState)]
     return sum(FLOAT32 * (recurrent.SLOTS - state.changes.slots) * sum(state.parts) for state in kept)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 FILE = "file"
 """The value of both flags that selects the value in the head's ``config.json``."""
+BASE_DOUBT = "the file does not show whether the head was trained with it"
+"""A warning says so of a base that some trainers' code ignored."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,8 @@ def _base(
             f"has base {IGNORED_BASE:.10g}, as in training; type --draft-rope-theta {FILE} if another system trained it"
         ]
     return said, [
-        f"{file}: rope_theta is {said:.10g}, and the file does not show whether the head was trained with it: "
-        f"{dialect.base_doubt}. Its RoPE has base {said:.10g}; if little is accepted, type --draft-rope-theta "
-        f"{IGNORED_BASE:.10g}"
+        f"{file}: rope_theta is {said:.10g}, and {BASE_DOUBT}: {dialect.base_doubt}. "
+        f"Its RoPE has base {said:.10g}; if little is accepted, type --draft-rope-theta {IGNORED_BASE:.10g}"
     ]
 
 

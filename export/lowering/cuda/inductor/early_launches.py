@@ -96,8 +96,7 @@ def waiting(kernel: str) -> str:
     if len(heads) != 1:
         raise ValueError(f"{len(heads)} kernels are in a definition of Inductor, where one is expected")
     (head,) = heads
-    lines = source.splitlines()
-    first = lines[head.body[0].lineno - 1]
+    first = source.splitlines()[head.body[0].lineno - 1]
     at = kernel.index(first + "\n", kernel.index(f"def {head.name}("))
-    indent = first[: len(first) - len(first.lstrip())]
+    indent = " " * head.body[0].col_offset
     return f"{kernel[:at]}{indent}{RELEASE}\n{indent}{WAIT}\n{kernel[at:]}"
