@@ -21,6 +21,7 @@ from torch.utils._triton import has_triton
 from triton import Config
 from triton.runtime import driver
 
+from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda import backend
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, toolchain
 from eagle3.export.lowering.cuda.kernels import sums
@@ -47,7 +48,7 @@ def test_an_export_splits_matmuls_for_the_named_gpu(arch, divided, monkeypatch):
         raise Lowering(sums.division(2 * 21504, 21, 128))
 
     monkeypatch.setattr(backend, "to_edge_transform_and_lower", lower)
-    plan = SimpleNamespace(methods=(), config=SimpleNamespace(cuda_arch=arch))
+    plan = SimpleNamespace(methods=(), config=ExportConfig("gemma4-tiny", cuda_arch=arch))
     with pytest.raises(Lowering) as lowering:
         backend.BACKEND.lower({}, {}, plan)
     assert lowering.value.args[0] == divided
