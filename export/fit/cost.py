@@ -16,7 +16,7 @@ FLOPS_A_CORE = 2.5e10
 """The operations per second of one core of an AVX2 processor, in float32 products of some hundred rows."""
 FORWARDS = 24
 """The forwards of a head over the text, of all of its readings: half of the text for each of 20, twice that for their
-later steps, the rest of the text for those that may be better."""
+later steps, the rest of the text for those that may be better. A block's rows are counted, its later steps are not."""
 READ_A_SECOND = 1e9
 """The bytes per second of a disk, for a file that does not stay in memory."""
 MOST_SECONDS = 60.0
@@ -53,14 +53,21 @@ def cost(plan: Plan) -> Cost:
     multiplied = draft - _elements(plan.draft.headers, "embed_tokens.weight")
     if plan.draft.shares_lm_head:
         multiplied += plan.target_config.vocab_size * plan.target_config.hidden_size
-    products = 2 * texts.GIVEN * (elements + FORWARDS * multiplied) / (FLOPS_A_CORE * torch.get_num_threads())
+    speed = FLOPS_A_CORE * torch.get_num_threads()
+
+    def products(count: int) -> float:
+        """Return the seconds of both models over so many pieces of text."""
+        tokens = count * texts.GIVEN
+        rows = min(tokens * plan.draft.block_rows, texts.BLOCK_ROWS) or tokens
+        return 2 * (tokens * elements + FORWARDS * rows * multiplied) / speed
+
     takes, free = 4 * (elements + draft + texts.SEGMENTS * states), free_memory()
     if free is None or takes <= free:
-        return Cost(False, takes, texts.SEGMENTS * products)
+        return Cost(False, takes, products(texts.SEGMENTS))
     a_layer = 2 * max(in_layers.values(), default=0)  # beside what is read or merged
     held = 4 * (elements - in_layers.total() + a_layer + draft + texts.STREAMED * states)
     reads = sum(header.bytes for header in plan.target_headers.values())
-    return Cost(True, held, texts.STREAMED * products + reads / READ_A_SECOND)
+    return Cost(True, held, products(texts.STREAMED) + reads / READ_A_SECOND)
 
 
 def _elements(headers: Mapping[str, TensorHeader], name: str) -> int:

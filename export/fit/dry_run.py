@@ -42,8 +42,6 @@ def _why_not(plan: Plan, weights_here: bool) -> str | None:
     if (reason := why_not_measured(plan, asked=True)) is not None:
         return reason
     estimate = cost(plan)
-    if estimate.streamed:
-        return "the target does not fit into memory"
     if estimate.seconds > MOST_SECONDS:
         return f"it would take {estimate.text()}: type --fit-only in place of --dry-run"
     return None

@@ -8,7 +8,7 @@ accept.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -112,9 +112,8 @@ class Measured:
         start, pieces = time.monotonic(), Pieces(length)
         at_once = texts_at_once(plan.target_config, length)
         slots = length * (len(given) if self.writes else min(at_once, len(given)))
-        target: TapTarget = (streamed if self.streamed else in_memory)(
-            plan, slots, self.dtype, lambda shape: WholeText(replace(shape, max_seq_len=slots), pieces)
-        )
+        self.load: Callable[..., TapTarget] = streamed if self.streamed else in_memory
+        target = self.load(plan, slots, self.dtype, lambda shape: WholeText(replace(shape, max_seq_len=slots), pieces))
         self.over = self._computed(given, Computed(target, (), pieces, at_once, self.writes))
         self.seconds = time.monotonic() - start
 
@@ -153,12 +152,13 @@ class Measured:
                 for each in dict.fromkeys((search.tried[0], best)):
                     found[search.tried.index(each)] = expected(whole, whole.run(each.reading))
         facts = {
-            "text": trials.over.text(),
+            "text": trials.text(),
             "seed": self.seed,
             "chain_len": plan.chain_len,
             "readings_chain_len": min(plan.chain_len, COMPARED),
             "streamed": self.streamed,
             "chance": round(search.chance, 4),
+            "target_seconds": round(self.seconds, 2),
             "seconds": round(self.seconds + time.monotonic() - start, 2),
         }
         fit = Fit(verdict, search.tried[0], best, tuple(search.tried), found, fields, open_fields(plan, fields), facts)
@@ -167,12 +167,9 @@ class Measured:
         return fit
 
     def quantized(self, plan: Plan) -> Quantized | None:
-        """Measure what the plan's recipes cost; see ``share_of_quantization``. Raises ValueError for a target that does
-        not fit into memory."""
-        if self.streamed:
-            raise ValueError("the target does not fit into memory")
+        """Measure what the plan's recipes cost; see ``share_of_quantization``."""
         with few_threads(self.writes):
-            return share_of_quantization(plan, self.over)
+            return share_of_quantization(plan, self.over, self.load)
 
     def said_of_quantization(self, plan: Plan) -> tuple[str, dict[str, Any]] | None:
         """Return a line on what the plan's recipes cost, or why that was not measured, and the entry of

@@ -5,6 +5,7 @@ The unquantized target wrote the text, so that both are compared after the same 
 them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +16,14 @@ from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.fit.attention import WholeText
 from eagle3.export.fit.cost import recipes_of
 from eagle3.export.fit.seen import Computed, look_at_all
+from eagle3.export.fit.streamed import in_memory
 from eagle3.export.fit.texts import Piece
 from eagle3.export.fit.trials import Trials
 from eagle3.export.fit.verdict import Expected, of_given_text
 from eagle3.export.lowering.backend import Backend, load_backend
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
+from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, with_int8_caches
 
 DTYPE = torch.float32
@@ -57,9 +60,9 @@ class Quantized:
 
 
 @torch.no_grad()
-def share_of_quantization(plan: Plan, over: Computed) -> Quantized | None:
+def share_of_quantization(plan: Plan, over: Computed, load: Callable[..., TapTarget] = in_memory) -> Quantized | None:
     """Measure the plan's recipes on a text that the unquantized target has computed, ``over``. Returns None if nothing
-    is quantized.
+    is quantized. ``load`` is ``in_memory`` or ``streamed``.
 
     Raises ValueError for recipes that quantize on a GPU alone.
     """
@@ -68,7 +71,7 @@ def share_of_quantization(plan: Plan, over: Computed) -> Quantized | None:
     backend = load_backend(plan.config.backend)
     reading = HeadReading(plan.draft, plan.taps, plan.target_config)
     before = of_given_text(Trials(reading, over, plan.chain_len, DTYPE).run(reading))
-    again = quantized_target(plan, over, backend)
+    again = quantized_target(plan, over, backend, load)
     trials = Trials(reading, again, plan.chain_len, DTYPE)
     head = trials.head(reading)
     backend.prepare_measured(Eagle3Speculator(again.target, head, plan.taps), plan)
@@ -78,7 +81,9 @@ def share_of_quantization(plan: Plan, over: Computed) -> Quantized | None:
     return Quantized(recipes, float(torch.cat(differ).mean()), before, after, backend.dtype != DTYPE)
 
 
-def quantized_target(plan: Plan, over: Computed, backend: Backend) -> Computed:
+def quantized_target(
+    plan: Plan, over: Computed, backend: Backend, load: Callable[..., TapTarget] = in_memory
+) -> Computed:
     """Return the plan's quantized target with its states of the same text; the same target if the plan does not
     quantize it."""
     if plan.qlinear == "none" and plan.config.qembedding in (None, "none") and not plan.config.int8_caches:
@@ -86,9 +91,8 @@ def quantized_target(plan: Plan, over: Computed, backend: Backend) -> Computed:
     at_once = min(over.at_once, len(over.seen))
     pieces, slots = Pieces(over.pieces.length), over.pieces.length * at_once
     whole: AttentionFactory = lambda shape: WholeText(replace(shape, max_seq_len=slots), pieces)  # noqa: E731
-    target = plan.spec.module().load(
-        plan.target_source.tensors(),
-        plan.target_config,
+    target = load(
+        plan,
         slots,
         DTYPE,
         with_int8_caches(whole) if plan.config.int8_caches else whole,

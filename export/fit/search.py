@@ -41,8 +41,8 @@ class Tried:
 
     @property
     def begun(self) -> "Tried":
-        """The reading with its chains in the first half of the text, which all readings have."""
-        return replace(self, trial=self.trial.begun())
+        """The reading with its chains in the first half of the text."""
+        return replace(self, trial=self.trial.first_chains(self.trial.half))
 
 
 @dataclass
@@ -132,7 +132,9 @@ class Search:
         return self.trials.run(reading, lambda begun: may_be_better(begun, own))
 
     def _begin(self, reading: HeadReading) -> Trial:
-        return self.trials.of_head(self.trials.head(reading), reading, steps=1, goes_on=lambda _begun: False)
+        return self.trials.of_head(
+            self.trials.head(reading), reading, steps=1, goes_on=lambda each: len(each.hits) < each.half
+        )
 
     def _best(self) -> Tried:
         """Return the best of the readings that are clearly better than the files'; the files' own if there is none."""

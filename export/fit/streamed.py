@@ -21,21 +21,26 @@ from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.input_order import INPUT_ORDER
 from eagle3.targets.loading import dequantized
-from eagle3.targets.spec import Skeleton
+from eagle3.targets.spec import Convert, Skeleton
 
 
-def in_memory(plan: Plan, slots: int, dtype: torch.dtype, attention: AttentionFactory) -> TapTarget:
+def in_memory(
+    plan: Plan, slots: int, dtype: torch.dtype, attention: AttentionFactory, convert: Convert = dequantized
+) -> TapTarget:
     """Return the plan's target with all of its weights in memory; arguments as of ``streamed``."""
     tensors = plan.target_source.tensors()
-    return plan.spec.module().load(tensors, plan.target_config, slots, dtype, attention, dequantized)
+    return plan.spec.module().load(tensors, plan.target_config, slots, dtype, attention, convert)
 
 
-def streamed(plan: Plan, slots: int, dtype: torch.dtype, attention: AttentionFactory) -> TapTarget:
+def streamed(
+    plan: Plan, slots: int, dtype: torch.dtype, attention: AttentionFactory, convert: Convert = dequantized
+) -> TapTarget:
     """Return the plan's target, which reads a layer's tensors from its checkpoint in every forward.
 
     Args:
         slots: the longest context, in tokens
         dtype: of the computation, whatever the checkpoint's is
+        convert: makes the weights that are computed of those that are read, by default dequantized ones
     """
     source, names = plan.target_source, names_by_layer(plan)
     later = {name for each in names.values() for name in each}
@@ -48,13 +53,13 @@ def streamed(plan: Plan, slots: int, dtype: torch.dtype, attention: AttentionFac
                 yield name, torch.empty(headers[name].shape, device="meta")
 
     def filled_later(name: str, value: Tensor) -> Tensor:
-        return torch.zeros((), dtype=dtype).expand(value.shape) if value.is_meta else dequantized(name, value)
+        return torch.zeros((), dtype=dtype).expand(value.shape) if value.is_meta else convert(name, value)
 
     target: Any = plan.spec.module().load(at_first(), plan.target_config, slots, dtype, attention, filled_later)
     model = next(each for each in target.modules() if type(each) is type(plan.skeleton.model))
     skeleton = replace(plan.skeleton, model=model)
     for index, layer in layers_of(model).items():
-        stored = LayerTensors(source, skeleton, dtype, layer, names[index])
+        stored = LayerTensors(source, skeleton, dtype, layer, names[index], convert)
         layer.register_forward_pre_hook(stored.read)
         layer.register_forward_hook(stored.drop, always_call=True)
     return target
@@ -80,14 +85,23 @@ def layers_of(model: nn.Module) -> dict[int, nn.Module]:
 class LayerTensors:
     """The tensors of one decoder layer, which are in memory only while it runs. ``names``: the checkpoint's of them."""
 
-    def __init__(self, source: Source, skeleton: Skeleton, dtype: torch.dtype, layer: nn.Module, names: set[str]):
+    def __init__(
+        self,
+        source: Source,
+        skeleton: Skeleton,
+        dtype: torch.dtype,
+        layer: nn.Module,
+        names: set[str],
+        convert: Convert,
+    ):
         self.source, self.skeleton, self.dtype, self.layer, self.names = source, skeleton, dtype, layer, names
+        self.convert = convert
         self.absent = [(held, name, value) for held, name, value in _held(layer) if is_absent(value)]
 
     def read(self, *_call: object) -> None:
         """Read the tensors, as a hook in front of the layer. Raises ValueError if the checkpoint has one of them
         elsewhere, with another layer."""
-        self.skeleton.fill(self.source.some(self.names.__contains__), self.dtype, dequantized)
+        self.skeleton.fill(self.source.some(self.names.__contains__), self.dtype, self.convert)
         missing = [name for held, name, _ in self.absent if is_absent(held[name])]
         if missing:
             raise ValueError(

@@ -102,6 +102,8 @@ STREAMED = 3
 """The number of pieces for a target that does not fit into memory: one of each text."""
 GIVEN = 128
 """The number of tokens of a piece that is computed as given."""
+BLOCK_ROWS = 2048
+"""The most rows of blocks that one reading of a head computes, behind tokens of pieces that are computed as given."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.common.head import Head
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.export.draft.loading import load_draft
+from eagle3.export.fit import texts
 from eagle3.export.fit.attention import Blocks, Chains
 from eagle3.export.fit.seen import Computed, Seen, restore
 from eagle3.targets.attention import AttentionFactory
@@ -62,7 +63,7 @@ class Trial:
     likelihood: Tensor
     """float [N]: the logarithm of the probability that the head gives to the target's next token."""
     half: int
-    """The number of chains in the first half of the text. There are no others if the reading was given up there."""
+    """The number of chains in the first half of the text. A reading that was given up has no others."""
 
     @property
     def accepted(self) -> Tensor:
@@ -74,9 +75,9 @@ class Trial:
         """float [N], 1 if the first proposal is accepted."""
         return self.hits[:, 0].float()
 
-    def begun(self) -> "Trial":
-        """Return the chains in the first half of the text."""
-        return Trial(self.hits[: self.half], self.known[: self.half], self.likelihood[: self.half], self.half)
+    def first_chains(self, count: int) -> "Trial":
+        """Return the first ``count`` chains."""
+        return Trial(self.hits[:count], self.known[:count], self.likelihood[:count], self.half)
 
 
 class Trials:
@@ -93,7 +94,8 @@ class Trials:
         self.halves = [
             [part[at : at + at_once] for at in range(0, len(part), at_once)] for part in (seen[:middle], seen[middle:])
         ]
-        chains = [sum(len(each.tokens) - each.begin for each in part) for part in (seen[:middle], seen[middle:])]
+        self.every = 1 if over.written else math.ceil(over.chains * draft.block_rows / texts.BLOCK_ROWS) or 1
+        chains = [sum(self._chains(each) for each in part) for part in (seen[:middle], seen[middle:])]
         self.half = chains[0] if chains[1] else (chains[0] + 1) // 2
         self._set_length(length)
 
@@ -107,13 +109,20 @@ class Trials:
         self.length = length
         self.known = torch.cat([self._known(each) for each in self.over.seen])
 
+    def text(self) -> str:
+        """Return a description of the text and of its tokens after which a chain begins."""
+        return self.over.text() + (f", a block behind each {self.every}th" if self.every > 1 else "")
+
+    def _chains(self, seen: Seen) -> int:
+        return math.ceil((len(seen.tokens) - seen.begin) / self.every)
+
     def _known(self, seen: Seen) -> Tensor:
         follows = (
             seen.tokens[seen.begin + 1 :] == seen.greedy[seen.begin : -1]
         )  # the text goes on with the greedy token
         padded = torch.cat((follows, follows.new_zeros(self.length)))
         so_far = padded.unfold(0, self.length, 1)[: len(follows) + 1, :-1].cumprod(1).bool()
-        return torch.cat((torch.ones(len(so_far), 1, dtype=torch.bool), so_far), dim=1)
+        return torch.cat((torch.ones(len(so_far), 1, dtype=torch.bool), so_far), dim=1)[:: self.every]
 
     @torch.no_grad()
     def head(self, reading: HeadReading) -> Head:
@@ -130,7 +139,8 @@ class Trials:
         return min(self.length, reading.draft.longest_chain or self.length)
 
     def run(self, reading: HeadReading, goes_on: Callable[[Trial], bool] = lambda _begun: True) -> Trial:
-        """Run a reading. ``goes_on`` is asked after the first half of the text whether to run the other as well."""
+        """Run a reading. In the first half of the text, ``goes_on`` is asked after the pieces that are computed at once
+        whether to run it further."""
         return self.of_head(self.head(reading), reading, goes_on=goes_on)
 
     @torch.no_grad()
@@ -144,11 +154,12 @@ class Trials:
         """Run a loaded head. ``steps`` is the number of proposals of a chain; those after it count as missed."""
         steps = min(steps or self.length, self._length(reading))
         found: list[tuple[Tensor, Tensor]] = []
-        for part in self.halves:
-            if found and not (part and goes_on(self._trial(found))):
-                break
-            found += [self._of_group(head, reading, group, steps) for group in part]
-        return self._trial(found)
+        first, other = self.halves
+        for group in first:
+            found.append(self._of_group(head, reading, group, steps))
+            if not goes_on(trial := self._trial(found)):
+                return trial
+        return self._trial([*found, *(self._of_group(head, reading, group, steps) for group in other)])
 
     def _trial(self, found: list[tuple[Tensor, Tensor]]) -> Trial:
         hits = torch.cat([each for each, _ in found])
@@ -167,7 +178,7 @@ class Trials:
         tokens = torch.cat([each.tokens[1:] for each in group])
         begins = torch.cat([torch.full((length,), each.begin - 1) for each, length in zip(group, lengths, strict=True)])
         wanted = torch.cat([self._wanted(each, steps) for each in group])
-        anchors = (rows >= begins).nonzero()[:, 0]
+        anchors = ((rows >= begins) & ((rows - begins) % self.every == 0)).nonzero()[:, 0]
         feature = head.fuse(states).to(self.dtype)
         hits, logits = head.chains(tokens[None], feature, rows, anchors, wanted, self.over.pieces)
         self.over.pieces.of_rows = None
@@ -177,7 +188,7 @@ class Trials:
     def _wanted(self, seen: Seen, steps: int) -> Tensor:
         """Return int64 [N, steps], the target's tokens after each anchor, -1 where they are not known."""
         greedy = seen.greedy[seen.begin :]
-        aims = torch.cat((greedy, greedy.new_full((steps,), -1))).unfold(0, steps, 1)[: len(greedy)]
+        aims = torch.cat((greedy, greedy.new_full((steps,), -1))).unfold(0, steps, 1)[: len(greedy) : self.every]
         return aims.masked_fill(~self._known(seen)[:, :steps], -1)
 
     def rounds(self, trial: Trial) -> list[int]:

@@ -56,8 +56,10 @@ def likelier(trial: Trial, other: Trial, comparisons: int) -> bool:
 
 def may_be_better(begun: Trial, other: Trial) -> bool:
     """Return False for chains ``begun`` in the first half of the text that ``clearly_better`` cannot find better than
-    those of ``other``, whatever the second half gives."""
-    return any(_exceeds(gain, ON_EACH_HALF) for gain in _gained(begun, other.begun()))
+    those of ``other``, whatever the second half gives. Before the end of the first half, return False if they are
+    worse beyond a 95% interval."""
+    least = ON_EACH_HALF if len(begun.hits) >= begun.half else -CERTAIN
+    return any(_exceeds(gain, least) for gain in _gained(begun, other.first_chains(len(begun.hits))))
 
 
 def _gained(trial: Trial, other: Trial) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import click
 from cpu_models import CPU_MODELS, held_by, run_text, save_cpu_target
@@ -43,15 +44,15 @@ def children(process: int) -> list[int]:
     return []
 
 
-def watched(command: list[str]) -> tuple[dict[str, float], float]:
-    """Run a command. Returns peak memory in GiB and the seconds that it took.
+def watched(command: list[str], stdout: IO[str] | None = None) -> tuple[dict[str, float], float]:
+    """Run a command, which prints to ``stdout``. Returns peak memory in GiB and the seconds that it took.
 
     RssAnon includes child processes, and counts shared memory once per process. VmHWM is of the command's own process
     only. Raises ClickException if the command fails.
     """
     peaks = {"RssAnon": 0.0, "VmHWM": 0.0}
     start = time.monotonic()
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stdout=stdout)
     over = threading.Event()
 
     def sample() -> None:
@@ -67,7 +68,7 @@ def watched(command: list[str]) -> tuple[dict[str, float], float]:
     over.set()
     watcher.join()
     if code:
-        raise click.ClickException(f"the export failed with exit code {code}")
+        raise click.ClickException(f"{' '.join(command)} failed with exit code {code}")
     return peaks, time.monotonic() - start
 
 

@@ -22,7 +22,7 @@ from bench_export import exported_for_cpu, run_on_cpu, save_for_cpu
 from cpu_models import CPU_MODELS
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from llama_build import PART, Build, epilog, make
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, Qwen3_5TextConfig
 
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.runner.bench.machine import cores, machine, versions
@@ -31,7 +31,7 @@ from eagle3.runner.console.command import OneLineFailures
 
 RECIPES = {"8": (("8da8w",), ("q8_0",)), "4": (("8da4w", "8da4w --group-size 256"), ("q4_0", "q4_k_m"))}
 """Our recipes (the value of --qlinear and further flags) and llama.cpp's types, by bits per weight."""
-ARCHITECTURES = {"qwen3": MODEL_ARCH.QWEN3, "llama": MODEL_ARCH.LLAMA}
+ARCHITECTURES = {"qwen3": MODEL_ARCH.QWEN3, "llama": MODEL_ARCH.LLAMA, "qwen3_5_text": MODEL_ARCH.QWEN35}
 WINDOW, PREFILL, STEPS = 4, 64, 32
 NAMES = {"decode": "a decode", "window": f"a verify window of {WINDOW}", "prefill": f"a prefill of {PREFILL}"}
 Steps = dict[str, float]
@@ -40,7 +40,8 @@ Steps = dict[str, float]
 
 def write_gguf(checkpoint: Path, config: PreTrainedConfig, file: Path) -> None:
     """Write the checkpoint as a GGUF file in bfloat16, without a tokenizer. llama.cpp stores the rows of Llama's
-    queries and keys in another order, which does not matter for random weights."""
+    queries and keys and the value heads of the delta rule in another order, which does not matter for random
+    weights."""
     architecture = ARCHITECTURES[config.model_type]
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
     writer = GGUFWriter(file, MODEL_ARCH_NAMES[architecture])
@@ -56,9 +57,14 @@ def write_gguf(checkpoint: Path, config: PreTrainedConfig, file: Path) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
+    if isinstance(config, Qwen3_5TextConfig):
+        add_delta_rule(writer, config)
     for name, value in SafetensorsFolder(checkpoint).tensors():
-        found = names.get_name(name, try_suffixes=(".weight",))
-        if value.ndim == 1:
+        found = names.get_name(name.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        if name.endswith("A_log"):
+            value = -value.float().exp()
+        value = value.squeeze()
+        if value.ndim == 1 or "conv1d" in name:
             writer.add_tensor(found, value.float().numpy())
         else:
             writer.add_tensor(found, value.view(torch.uint8).numpy(), raw_dtype=GGMLQuantizationType.BF16)
@@ -66,6 +72,18 @@ def write_gguf(checkpoint: Path, config: PreTrainedConfig, file: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_delta_rule(writer: GGUFWriter, config: Qwen3_5TextConfig) -> None:
+    """Write the sizes of the recurrent layers, and of rotary embeddings that have three parts for images."""
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    writer.add_rope_dimension_count(rotated)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def of_llama(build: Build, file: Path, prompt: int) -> Steps:

@@ -21,7 +21,7 @@ if __name__ == "__main__":  # as eagle3-run does; an export also imports this mo
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from eagle3.export.planning.memory import GIB
 from eagle3.runner.artifact.opening import open_artifact
@@ -54,6 +54,23 @@ CPU_MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
         tie_word_embeddings=False,
         dtype="bfloat16",
     ),
+    "qwen3.5-4B": lambda layers=32: Qwen3_5TextConfig(
+        vocab_size=248320,
+        hidden_size=2560,
+        intermediate_size=9216,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        max_position_embeddings=262144,
+        rope_parameters={"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25},
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    ),
 }
 """Configurations by target. Called with a number of layers, or without arguments for all layers."""
 PROMPT = 64
@@ -81,7 +98,10 @@ def save_cpu_target(
 
 class Timed:
     """Times calls of a session over random tokens, each at the first free position. Before that, chunks of ``PROMPT``
-    tokens are prefilled, at least ``prompt`` tokens in all."""
+    tokens are prefilled, at least ``prompt`` tokens in all.
+
+    A recurrent target commits the rows of earlier calls, and cannot go back before them. So its prefill is timed after
+    a new start, and its verify behind the row of a decode, which it commits."""
 
     def __init__(self, session: Session, prompt: int = PROMPT):
         self.session, metadata = session, session.metadata
@@ -91,15 +111,21 @@ class Timed:
             raise click.UsageError(f"a prompt of {prompt} tokens leaves no room in a context of {metadata.max_seq_len}")
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(metadata.vocab_size, (1, metadata.max_seq_len), generator=generator)
-        for start in range(0, self.at, self.chunk):
-            step = session.prefill(*self._rows(start, self.chunk))
-        self.feature = step.feature[:, -1:]
+        self.recurrent = metadata.rollback_rows is not None
+        self._prefilled(self.at - self.chunk)
+        self.feature = session.prefill(*self._rows(self.at - self.chunk, self.chunk)).feature[:, -1:]
+
+    def _prefilled(self, end: int) -> None:
+        for start in range(0, end, self.chunk):
+            self.session.prefill(*self._rows(start, self.chunk))
 
     def prefill(self) -> float:
+        if self.recurrent:
+            self._prefilled(self.at - self.chunk)
         return self._timed(self.session.prefill, *self._rows(self.at - self.chunk, self.chunk))
 
     def verify(self, rows: int) -> float:
-        return self._timed(self.session.target_verify, *self._rows(self.at, rows))
+        return self._timed(self.session.target_verify, *self._rows(self.at + self.recurrent, rows))
 
     def decode(self) -> float:
         return self._timed(self.session.decode, *self._rows(self.at, 1))
@@ -135,14 +161,14 @@ def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dic
     timed, chain = Timed(session, prompt), session.metadata.chain_len
     accepted = max(1, round(acceptance))
     calls = {
+        "prefill": timed.prefill,
         "decode": timed.decode,
         "verify": lambda: timed.verify(chain + 1),
         "draft_accepted": lambda: timed.draft(accepted),
         "draft_row": lambda: timed.draft(1),
-        "prefill": timed.prefill,
     }
-    took = {name: [call() for _ in range(repeats)] for name, call in calls.items()}  # warm-up
-    for _ in range(repeats):
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(2 * repeats):  # the first half to warm up
         for name, call in calls.items():
             took[name].append(call())
     ms = {name: statistics.median(times[repeats:]) for name, times in took.items()}

@@ -15,6 +15,7 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.loading import load_draft
+from eagle3.export.fit import texts
 from eagle3.export.fit.attention import WholeText
 from eagle3.export.fit.fitting import Measured, fitted_plan, read_plan
 from eagle3.export.fit.trials import Trial, Trials
@@ -135,17 +136,36 @@ def test_pieces_side_by_side_and_one_by_one_give_the_same_chains(measured, head)
     torch.testing.assert_close(at_once.likelihood, alone.likelihood, atol=1e-4, rtol=1e-4)
 
 
-def test_a_reading_that_is_given_up_could_not_have_been_better(measured):
-    plan = broken("draft", tap_order=(1, 2, 0)).plan
+@pytest.mark.parametrize("head", ["draft", "dflash"])
+def test_a_reading_that_is_given_up_could_not_have_been_better(measured, head):
+    plan = broken(head, tap_order=(1, 2, 0)).plan
     fit = measured.fit(plan)
     reading = HeadReading(plan.draft, plan.taps, plan.target_config)
     trials = Trials(reading, measured.over, 3, torch.float32)
-    begun = [each for each in fit.tried if len(each.trial.hits) == trials.half]
+    begun = [each for each in fit.tried if len(each.trial.hits) <= trials.half]
     assert 5 < len(begun) < len(fit.tried) - 2 and fit.best not in begun
+    assert (min(len(each.trial.hits) for each in begun) < trials.half) == (head == "dflash")  # a piece at a time
     for each in begun:
         whole = trials.run(each.reading)
         assert len(whole.hits) == 2 * trials.half and not clearly_better(whole, fit.file.trial, 1)
-        assert torch.equal(whole.begun().hits, each.trial.hits)
+        assert torch.equal(whole.first_chains(len(each.trial.hits)).hits, each.trial.hits)
+
+
+def test_blocks_behind_a_given_text_are_drafted_after_every_nth_token(measured, monkeypatch):
+    plan = plan_of("dflash")
+    reading = HeadReading(plan.draft, plan.taps, plan.target_config)
+    given = replace(measured.over, written=False)
+    monkeypatch.setattr(texts, "BLOCK_ROWS", 8 * given.chains)
+    whole = Trials(reading, given, 3, torch.float32)
+    monkeypatch.setattr(texts, "BLOCK_ROWS", 8 * given.chains / 3 - 1)
+    few = Trials(reading, given, 3, torch.float32)
+    assert (whole.every, few.every) == (1, 4) and few.text() == f"{whole.text()}, a block behind each 4th"
+    one, other = whole.run(reading), few.run(reading)
+    ends = torch.tensor([len(each.tokens) - each.begin for each in given.seen]).cumsum(0).tolist()
+    kept = [at for begin, end in zip([0, *ends], ends, strict=False) for at in range(begin, end, 4)]
+    assert torch.equal(one.hits[kept], other.hits) and torch.equal(one.known[kept], other.known)
+    torch.testing.assert_close(one.likelihood[kept], other.likelihood, atol=1e-4, rtol=1e-4)
+    assert few.half == sum(at < ends[2] for at in kept)
 
 
 def test_a_whole_text_at_once_gives_the_states_of_its_chunks():

@@ -1,0 +1,95 @@
+"""Measures the time and the memory that ``eagle3-fit`` takes at published widths, with random weights.
+
+    python scripts/bench/bench_fit.py --target qwen3-4B --draft eagle3
+    python scripts/bench/bench_fit.py --target gemma4-31B --layers 6 --draft dflash --qlinear 8da4w
+
+The command writes a bfloat16 checkpoint and a head into a folder, runs ``eagle3-export --fit-only`` on them in a
+process of its own, and samples that process's memory. A head of random weights is no pair: the readings with two
+changes are tried as well, more than of a head that fits.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+from bench_export import watched
+from cpu_models import CPU_MODELS, save_cpu_target
+from published_heads import HEADS
+from published_widths import gemma4_config, random_weight, save_target
+
+GEMMA4 = "gemma4-31B"
+
+
+@click.command()
+@click.option("--target", type=click.Choice([*CPU_MODELS, GEMMA4]), default="qwen3-4B", show_default=True)
+@click.option("--layers", type=click.IntRange(1), help="The number of layers. Default: all.")
+@click.option("--draft", type=click.Choice(list(HEADS)), default="eagle3", help="Kind of head.", show_default=True)
+@click.option("--qlinear", help="Measure what this recipe costs as well; as for eagle3-export.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), help="Keep the checkpoints here, and use those that are there."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def main(target: str, layers: int | None, draft: str, qlinear: str | None, folder: Path | None, as_json: bool) -> None:
+    """Measure how long a measurement of a head takes, and how much memory.
+
+    \b
+    Examples:
+      python scripts/bench/bench_fit.py --target qwen3-4B --draft eagle3
+      python scripts/bench/bench_fit.py --target gemma4-31B --layers 6 --qlinear 8da4w
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        place = folder or Path(temporary)
+        save(place, target, layers, draft)
+        result = measure(place, target, draft, qlinear)
+    if as_json:
+        click.echo(json.dumps(result))
+        return
+    click.echo(
+        f"{target}, {layers or 'all'} layers, {draft}: {result['seconds']} s in all, of which the target over the text "
+        f"{result['target_seconds']} s and {result['readings']} readings {result['readings_seconds']} s; at most "
+        f"{result['peak_anonymous_gib']} GiB"
+    )
+
+
+def save(place: Path, target: str, layers: int | None, draft: str) -> None:
+    """Write the checkpoints that are not in ``place`` yet."""
+    given = (layers,) if layers else ()
+    config = gemma4_config(layers or 60) if target == GEMMA4 else CPU_MODELS[target](*given)
+    if not (place / "target").is_dir():
+        (place / "target").mkdir(parents=True)
+        if target == GEMMA4:
+            save_target(place / "target", config, unquantized=True)
+        else:
+            save_cpu_target(place / "target", target, config, random_weight)
+    if not (place / draft).is_dir():
+        HEADS[draft](config).save(place / draft)
+
+
+def measure(place: Path, target: str, draft: str, qlinear: str | None) -> dict[str, Any]:
+    """Measure the head, and return seconds, peak memory and what the measurement found."""
+    command = [sys.executable, "-m", "eagle3.export.cli", "--fit-only", "--json", "--target-model", target]
+    command += ["--checkpoint", str(place / "target"), "--draft", str(place / draft), "--backend", "xnnpack"]
+    command += ["--qlinear", qlinear] if qlinear else []
+    with (place / "fit.json").open("w+") as printed:
+        peaks, seconds = watched(command, printed)
+        printed.seek(0)
+        found = json.load(printed)
+    return {
+        "target": target,
+        "draft": draft,
+        "seconds": round(seconds, 1),
+        "target_seconds": found["target_seconds"],
+        "readings": len(found["readings"]),
+        "readings_seconds": round(found["seconds"] - found["target_seconds"], 1),
+        "peak_anonymous_gib": round(peaks["RssAnon"], 2),
+        "peak_resident_gib": round(peaks["VmHWM"], 2),
+        "verdict": found["verdict"],
+        "quantization": found.get("quantization"),
+    }
+
+
+if __name__ == "__main__":
+    main()
