@@ -19,7 +19,7 @@ WIDE = 5376
 
 
 class BetweenLayers(nn.Module):
-    """What Gemma computes between two linears: a norm, the sum with the residual, the norm of that."""
+    """Computes what Gemma does between two linears: a norm, the sum with the residual, the norm of that."""
 
     def __init__(self, width: int):
         super().__init__()
