@@ -9,15 +9,23 @@ process of its own and samples that process's memory. RssAnon is the memory that
 without files mapped into them. Weights are random, so only the artifact's size and speed are meaningful. With --cost it
 prints the bounds that ``eagle3-inspect --cost`` computes for a round. From two numbers of layers it extrapolates the
 bounds to 60 layers; multiples of six have the same share of full-attention layers as the whole model.
+
+--int4-layout and --launches may be repeated: then every combination is exported, from the same checkpoints. With --pack
+each artifact is packed for a machine with a GPU and deleted, so that there is room for the next one:
+
+    python scripts/bench/bench_export.py --layers 60 --cuda-arch sm_90 --folder wide --pack \\
+        --int4-layout tiles --int4-layout records --launches in-order --launches early
 """
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +35,7 @@ from published_heads import HEADS
 from published_widths import gemma4_config, random_weight, save_target
 from transformers import PreTrainedConfig
 
-from eagle3.export.configuration.config import INT4_LAYOUTS
+from eagle3.export.configuration.config import INT4_LAYOUTS, LAUNCH_ORDERS
 from eagle3.runner.artifact.opening import find_model, load_artifact
 from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
 from eagle3.runner.inspect.cost.bound import cost_of
@@ -36,6 +44,9 @@ SAMPLE_SECONDS = 0.1
 FULL_LAYERS = 60
 TARGET, EAGLE3 = "target", "eagle3"
 """Names of the folders of checkpoints; a head's folder is named after its kind."""
+ARTIFACT = "artifact"
+"""The name of an artifact's folder, if no combination of flags names it."""
+CARRY = Path(__file__).parents[1] / "gpu" / "gpu_carry.py"
 
 
 def children(process: int) -> list[int]:
@@ -88,12 +99,26 @@ def watched(command: list[str], stdout: IO[str] | None = None) -> tuple[dict[str
 )
 @click.option("--chain-len", type=int, help="The chain length, as for eagle3-export; only for cuda.")
 @click.option("--verify-rows", type=int, help="The most rows of a verify window; only for cuda.")
-@click.option("--int4-layout", type=click.Choice(INT4_LAYOUTS), help="The layout of INT4 weights; only for cuda.")
+@click.option(
+    "--int4-layout",
+    "int4_layouts",
+    type=click.Choice(INT4_LAYOUTS),
+    multiple=True,
+    help="The layout of INT4 weights; only for cuda. May be repeated.",
+)
+@click.option(
+    "--launches",
+    "launch_orders",
+    type=click.Choice(LAUNCH_ORDERS),
+    multiple=True,
+    help="How kernels start; only for cuda. May be repeated.",
+)
 @click.option("--qlinear", default="8da4w", show_default=True, help="Recipe for target and draft, for xnnpack.")
 @click.option("--max-seq-len", default=1024, show_default=True, help="Slots of the KV caches, for xnnpack.")
 @click.option("--acceptance", default=3.0, show_default=True, help="Assumed acceptance length, for xnnpack.")
 @click.option("--unquantized", is_flag=True, help="Write a bfloat16 checkpoint, which the export quantizes, for cuda.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep checkpoints and artifacts here.")
+@click.option("--pack", is_flag=True, help="Pack each artifact in --folder (gpu_carry.py) and delete it, for cuda.")
 @click.option("--cost", "with_cost", is_flag=True, help="Compute lower bounds of a round on the architecture's GPUs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
@@ -104,12 +129,14 @@ def main(
     draft: str,
     chain_len: int | None,
     verify_rows: int | None,
-    int4_layout: str | None,
+    int4_layouts: tuple[str, ...],
+    launch_orders: tuple[str, ...],
     qlinear: str,
     max_seq_len: int,
     acceptance: float,
     unquantized: bool,
     folder: Path | None,
+    pack: bool,
     with_cost: bool,
     as_json: bool,
 ) -> None:
@@ -122,45 +149,72 @@ def main(
       python scripts/bench/bench_export.py --layers 6 --cuda-arch sm_90 --cost --draft dflash
       python scripts/bench/bench_export.py --backend xnnpack --target qwen3-4B --qlinear 8da4w
     """
-    for_cuda = cuda_arch, draft != EAGLE3, chain_len, verify_rows, int4_layout, unquantized, with_cost
-    if backend == "xnnpack" and any(for_cuda):
+    for_cuda = cuda_arch, draft != EAGLE3, chain_len, verify_rows, int4_layouts, launch_orders, unquantized, pack
+    if backend == "xnnpack" and any((*for_cuda, with_cost)):
         raise click.UsageError(
-            "--cuda-arch, --draft, --chain-len, --verify-rows, --int4-layout, --unquantized and --cost are for cuda: "
-            "leave them out"
+            "--cuda-arch, --draft, --chain-len, --verify-rows, --int4-layout, --launches, --unquantized, --pack and "
+            "--cost are for cuda: leave them out"
         )
-    results = []
+    if pack and folder is None:
+        raise click.UsageError("--pack writes into --folder: name one")
+    results: list[dict] = []
     counts = [int(count) for count in layers.split(",")] if layers else [None] if backend == "xnnpack" else [6, 12]
+    given = {"--cuda-arch": cuda_arch, "--chain-len": chain_len, "--verify-rows": verify_rows}
+    flags = [part for flag, value in given.items() if value for part in (flag, str(value))]
+
+    def add(result: dict) -> None:
+        results.append(result)
+        if not as_json:
+            show(result)
+
     with tempfile.TemporaryDirectory(dir=folder.parent if folder else None) as temporary:
         place = folder or Path(temporary)
         for count in counts:
             if backend == "xnnpack":
                 own = place / f"{target}-{count or 'all'}"
-                results.append(measure_on_cpu(target, count, qlinear, max_seq_len, acceptance, own))
-            else:
-                given = {"--cuda-arch": cuda_arch, "--chain-len": chain_len, "--verify-rows": verify_rows}
-                given |= {"--int4-layout": int4_layout}
-                flags = [part for flag, value in given.items() if value for part in (flag, str(value))]
-                results.append(measure(count, flags, place / str(count), unquantized, draft))
-            if with_cost:
-                results[-1]["cost"] = cost_of_a_round(place / str(count) / "artifact")
-            if not as_json:
-                show(results[-1])
-    if with_cost and len(results) == 2:
-        results.append(at_full_depth(*results))
-        if not as_json:
-            show_cost(results[-1])
+                add(measure_on_cpu(target, count, qlinear, max_seq_len, acceptance, own))
+                continue
+            for name, more in combinations(int4_layouts, launch_orders).items():
+                add(measure(count, [*flags, *more], place / str(count), unquantized, draft, name, with_cost))
+                if pack:
+                    pack_and_delete(place / str(count) / name)
+    if with_cost and len(counts) == 2:
+        for fewer, more in zip(results[: len(results) // 2], results[len(results) // 2 :], strict=True):
+            add(at_full_depth(fewer, more))
     if as_json:
         click.echo(json.dumps(results))
 
 
-def measure(layers: int, flags: list[str], place: Path, unquantized: bool, draft: str) -> dict:
-    """Export a target of ``layers`` layers with a head of the kind ``draft``, for a GPU."""
+def combinations(int4_layouts: tuple[str, ...], launch_orders: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return the flags of each artifact by the name of its folder, which says their values."""
+    given = {"--int4-layout": int4_layouts, "--launches": launch_orders}
+    chosen = {flag: values for flag, values in given.items() if values}
+    every = list(product(*chosen.values()))
+    if len(every) == 1:
+        return {ARTIFACT: [part for pair in zip(chosen, every[0], strict=True) for part in pair]}
+    return {"-".join(values): [part for pair in zip(chosen, values, strict=True) for part in pair] for values in every}
+
+
+def pack_and_delete(artifact: Path) -> None:
+    """Pack an artifact into ``NAME.tar.xz`` beside it and delete its folder."""
+    packed = artifact.with_name(f"{artifact.name}.tar.xz")
+    done = subprocess.run([sys.executable, str(CARRY), "pack", str(artifact), str(packed)], stdout=sys.stderr)
+    if done.returncode:
+        raise click.ClickException(f"{artifact} was not packed: see above")
+    shutil.rmtree(artifact)
+
+
+def measure(
+    layers: int, flags: list[str], place: Path, unquantized: bool, draft: str, name: str, with_cost: bool
+) -> dict:
+    """Export a target of ``layers`` layers with a head of the kind ``draft`` for a GPU, into the folder ``name``."""
     config, target = gemma4_config(layers), place / TARGET
     if not (target / "config.json").is_file():
         target.mkdir(parents=True, exist_ok=True)
         save_target(target, config, unquantized)
     save_head(place, draft, config)
-    return exported(place, layers, "gemma4-31B", flags, draft)
+    result = exported(place, layers, "gemma4-31B", flags, draft, name)
+    return result | ({"cost": cost_of_a_round(place / name)} if with_cost else {})
 
 
 def save_head(place: Path, kind: str, config: PreTrainedConfig) -> None:
@@ -176,7 +230,7 @@ def measure_on_cpu(
     config = CPU_MODELS[target](*([layers] if layers else []))
     save_for_cpu(place, target, config)
     result = exported_for_cpu(place, target, config.num_hidden_layers, qlinear, max_seq_len)
-    return result | {"run": run_on_cpu(place / "artifact", "--acceptance", str(acceptance))}
+    return result | {"run": run_on_cpu(place / ARTIFACT, "--acceptance", str(acceptance))}
 
 
 def save_for_cpu(place: Path, target: str, config: PreTrainedConfig) -> None:
@@ -198,9 +252,11 @@ def run_on_cpu(artifact: Path, *flags: str) -> dict[str, float]:
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
-def exported(place: Path, layers: int, target: str, flags: list[str], draft: str = EAGLE3) -> dict:
-    """Export the target and the head in ``place`` and return sizes, seconds and peak memory."""
-    output = place / "artifact"
+def exported(
+    place: Path, layers: int, target: str, flags: list[str], draft: str = EAGLE3, name: str = ARTIFACT
+) -> dict:
+    """Export the target and the head in ``place`` into its folder ``name``. Return sizes, seconds and peak memory."""
+    output = place / name
     command = [sys.executable, "-m", "eagle3.export.cli", "--target-model", target, "--overwrite"]
     command += ["--checkpoint", str(place / TARGET), "--draft", str(place / draft), "--output-dir", str(output)]
     peaks, seconds = watched([*command, *flags])
@@ -208,6 +264,7 @@ def exported(place: Path, layers: int, target: str, flags: list[str], draft: str
     weights = [sum(path.stat().st_size for path in (place / name).glob("*.safetensors")) for name in (TARGET, draft)]
     return {
         "layers": layers,
+        "artifact": name,
         "target_gib": round(weights[0] / 2**30, 2),
         "draft_gib": round(weights[1] / 2**30, 2),
         "seconds": round(seconds),
@@ -258,14 +315,15 @@ def at_full_depth(fewer: dict, more: dict) -> dict:
         gpu: {name: extended(seconds, many["calls"][gpu][name]) for name, seconds in call.items()}
         for gpu, call in few["calls"].items()
     }
-    return {"layers": FULL_LAYERS, "cost": many | {"launches": launches, "bounds": bounds, "calls": calls}}
+    cost = many | {"launches": launches, "bounds": bounds, "calls": calls}
+    return {"layers": FULL_LAYERS, "artifact": more["artifact"], "cost": cost}
 
 
 def show_cost(result: dict) -> None:
     cost = result["cost"]
     spilled = ", ".join(f"{kernel[:40]} {size:,}" for kernel, size in cost["spilled"].items()) or "none"
     launches = ", ".join(f"{name} {count:,}" for name, count in cost["launches"].items())
-    click.echo(f"  {result['layers']} layers, launches: {launches}; bytes spilled: {spilled}")
+    click.echo(f"  {result['artifact']}, {result['layers']} layers, launches: {launches}; bytes spilled: {spilled}")
     click.echo(f"  instructions a weight in small-M kernels: {cost['instructions_per_weight'] or '-'}")
     for gpu, bound in cost["bounds"].items():
         limit, least, both = (bound[key] * 1e3 for key in ("limit", "bound", "bound_with_launches"))
@@ -278,8 +336,12 @@ def show_cost(result: dict) -> None:
 
 
 def show(result: dict) -> None:
+    if "seconds" not in result:  # it was extrapolated
+        show_cost(result)
+        return
     click.echo(
-        f"{result['layers']} layers, weights {result['target_gib']} + {result['draft_gib']} GiB: {result['seconds']} s,"
+        f"{result['artifact']}, {result['layers']} layers, weights {result['target_gib']} + {result['draft_gib']} GiB: "
+        f"{result['seconds']} s,"
         f" peak anonymous {result['peak_anonymous_gib']} GiB, resident {result['peak_resident_gib']} GiB"
     )
     for stage, seconds in result["stages"].items():

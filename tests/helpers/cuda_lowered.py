@@ -1,9 +1,11 @@
-"""Lowers a module to CUDA by Inductor."""
+"""Lowers a module to CUDA by Inductor, and makes the kernels runnable by Triton's interpreter."""
 
+import importlib.util
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+import triton.language as tl
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
@@ -12,11 +14,19 @@ from torch._inductor import config as inductor
 from torch._inductor.codecache import CudaKernelParamCache
 from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
 from torch._inductor.virtualized import V
+from triton.runtime.interpreter import InterpretedFunction
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
+
+HEADER = """import triton
+import triton.language as tl
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_helpers import math as tl_math
+
+"""
 
 
 def lowered(module, given, **dynamic):
@@ -46,3 +56,14 @@ def lowered(module, given, **dynamic):
     graph.launches = recorded["launches"]
     graph.grids = {entry["kernel"]: entry["grid"] for entry in recorded["launches"]}
     return called, graph
+
+
+def function(name, source, folder):
+    """Return a kernel from generated code, without the decorators that would compile it."""
+    path = folder / f"{name}.py"
+    path.write_text(HEADER + source[source.index(f"def {name}(") :].split("'''")[0])
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.libdevice = tl.math
+    return InterpretedFunction(getattr(module, name))

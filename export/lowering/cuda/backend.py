@@ -42,6 +42,7 @@ from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
+from eagle3.export.lowering.cuda.inductor.rows import rows_in_registers
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.sums import made_for_here, made_for_named
@@ -234,6 +235,7 @@ class NvidiaBackend:
             inductor.patch(OPTIONS),
             fused_further(),
             barriers_between_loops(),
+            rows_in_registers(),
             early_launches() if plan.config.launches_early else nullcontext(),
             counters_unchanged(),
             analyzed_once(),

@@ -1,25 +1,16 @@
 """Inductor fuses independent kernels into one, which gives the eager numbers in Triton's interpreter."""
 
-import importlib.util
 import re
 
 import pytest
 import torch
-import triton.language as tl
-from cuda_lowered import lowered
+from cuda_lowered import function, lowered
 from torch import nn
-from triton.runtime.interpreter import InterpretedFunction
 from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
 
 ROWS, WIDTH = 4, 16
-HEADER = """import triton
-import triton.language as tl
-from torch._inductor.runtime import triton_helpers
-from torch._inductor.runtime.triton_helpers import math as tl_math
-
-"""
 
 
 def normed(x):
@@ -57,17 +48,6 @@ class OverRows(nn.Module):
 
     def forward(self, ones, others):
         return ones.sum(0), others.cumsum(0)
-
-
-def function(name, source, folder):
-    """Return a kernel from generated code, without the decorators that would compile it."""
-    path = folder / f"{name}.py"
-    path.write_text(HEADER + source[source.index(f"def {name}(") :].split("'''")[0])
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.libdevice = tl.math
-    return InterpretedFunction(getattr(module, name))
 
 
 @pytest.mark.whole
