@@ -48,6 +48,7 @@ NO_SHAPE = _shape(())
 
 
 def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Iterable[int | core.constexpr]) -> None:
+    assert isinstance(shape, (list, core.tuple))
     found = _shape(shape)
     if not found.of_type.values:
         raise TypeError("0d block_type is forbidden")
