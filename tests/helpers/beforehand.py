@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(HELPERS)!r})
 from cuda_artifact import DEFAULT, export
-export(Path(sys.argv[1]), (*DEFAULT, "--int4-layout", "records", "--no-fit"))
+export(Path(sys.argv[1]), (*DEFAULT, "--int4-layout", "records", "--no-speculate", "--no-fit"))
 """
 COMMANDS = {
     "artifact": ("-c", "from eagle3.export.cli import main; main()", *CPU_FLAGS, "--output-dir"),

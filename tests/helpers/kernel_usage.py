@@ -72,12 +72,13 @@ def main_loop(disassembly: str) -> tuple[str, ...]:
     return max((loop for loop in loops if "HMMA" in loop), key=len, default=())
 
 
-def assert_two_programs_fit(kernel, types: list[str], constants: dict, arch: int, folder: Path) -> None:
+def assert_two_programs_fit(kernel, types: list[str], constants: dict, arch: int, folder: Path) -> Usage:
     """Assert that two programs of a kernel fit on a multiprocessor of ``arch``, with tensor cores and asynchronous
-    copies."""
+    copies. Return its usage."""
     found = usage(kernel, types, constants, arch, folder, small_m.WARPS)
     assert found.shared <= SHARED
     assert found.registers <= 128  # of 65,536 registers for 2 x 256 threads
     assert found.stack <= 8
     assert "mma.sync" in found.ptx
     assert found.ptx.count("cp.async.cg.shared.global") > 0
+    return found

@@ -227,8 +227,9 @@ class Detector:
         launch.changes.take_back()
         known = np.concatenate([np.zeros(0, np.uint64), *(addresses for addresses, _ in left)])
         for addresses, values in theirs:
-            changed = self.reach.peek(addresses, values.itemsize) != values
-            different.append(addresses[changed & ~np.isin(addresses, known)])
+            changed = addresses[self.reach.peek(addresses, values.itemsize) != values]
+            if changed.size:  # rarely, and the search takes long
+                different.append(changed[~np.isin(changed, known)])
         wrong = np.concatenate(different) if different else known
         if not wrong.size:
             return None

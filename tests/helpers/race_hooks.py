@@ -146,30 +146,13 @@ def _launch(detector: Detector, of_arguments: bool) -> Callable:
                 builder.set_grid_idx(*index)
                 self.fn(**converted)
 
-            with _language_changed_once():
-                detector.run(self.fn.__name__, list(itertools.product(*map(range, grid))), program)
+            detector.run(self.fn.__name__, list(itertools.product(*map(range, grid))), program)
         except Exception as error:
             raise InterpreterError(repr(error)) from error
         finally:
             scope.restore()
 
     return run
-
-
-@contextmanager
-def _language_changed_once() -> Iterator[None]:
-    """Make the interpreter patch Triton's language once per launch, instead of at each call of a device function."""
-    change, changed = interpreter._patch_lang, set()
-
-    def once(function: Callable) -> Any:
-        modules = frozenset(name for name in ("tl", "core") if name in function.__globals__)
-        if modules in changed:
-            return None
-        changed.add(modules)
-        return change(function)
-
-    with patch.object(interpreter, "_patch_lang", once):
-        yield
 
 
 _watching: list[Detector] = []

@@ -14,6 +14,7 @@ from race_hooks import fresh_memory
 from triton.language.semantic import TritonSemantic
 from triton.runtime import JITFunction, interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton_types import shared_shapes
 
 
 def _widen(handle: TensorHandle) -> np.ndarray:
@@ -88,6 +89,26 @@ def _numpy_type(kind: tl.dtype) -> np.dtype:
 
 
 @contextmanager
+def _language_changed_once() -> Iterator[None]:
+    """Make the interpreter patch Triton's language once in this context, instead of at each launch and at each call of
+    a device function."""
+    change, changed = interpreter._patch_lang, {}
+
+    def once(function: Callable) -> interpreter._LangPatchScope:
+        modules = frozenset(name for name in ("tl", "core") if name in function.__globals__)
+        if modules not in changed:
+            changed[modules] = change(function)
+        return interpreter._LangPatchScope()  # which restores nothing
+
+    try:
+        with mock.patch.object(interpreter, "_patch_lang", once):
+            yield
+    finally:
+        for scope in reversed(changed.values()):
+            scope.restore()
+
+
+@contextmanager
 def mended() -> Iterator[None]:
     """Fix the interpreter, which multiplies the bits of bf16 values, truncates to bf16, and reads integers as bf16
     bits; and replace its slowest operations by faster ones."""
@@ -97,6 +118,8 @@ def mended() -> Iterator[None]:
         )
         stack.enter_context(mock.patch.object(interpreter, "_get_np_dtype", _numpy_type))
         stack.enter_context(mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", _check_overflow))
+        stack.enter_context(shared_shapes())
+        stack.enter_context(_language_changed_once())
         yield
 
 

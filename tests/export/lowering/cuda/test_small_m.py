@@ -316,8 +316,7 @@ INT8_HEAD |= {"BLOCK_N": small_m.INT8.n, "STAGES": small_m.INT8.stages}
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_small_m_int4_kernel_takes_2_7_instructions_per_weight_and_two_programs_fit(arch, tmp_path):
     kernel, constants = kernel4.int4_small_m_kernel, INT4_DOWN | {"BLOCK_M": 8}
-    assert_two_programs_fit(kernel, INT4_TYPES, constants, arch, tmp_path)
-    found = usage(kernel, INT4_TYPES, constants, arch, tmp_path, small_m.WARPS)
+    found = assert_two_programs_fit(kernel, INT4_TYPES, constants, arch, tmp_path)
     assert found.stack == 0
     assert found.a_weight(kernel4.TILE * kernel4.BLOCK, small_m.WARPS) <= 2.7
     assert found.loop.count("BAR") == 2

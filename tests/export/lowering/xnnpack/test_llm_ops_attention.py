@@ -4,7 +4,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from executorch.exir import to_edge_transform_and_lower
 from executorch.runtime import Runtime
 from torch import nn
 from torch.export import Dim
@@ -12,8 +11,7 @@ from torch.export import Dim
 from eagle3.export.lowering.xnnpack import full_attention
 from eagle3.export.lowering.xnnpack.attention import cpu_attention
 from eagle3.export.lowering.xnnpack.head_rows import heads_as_rows, heads_together, repeated_rows, rows_as_heads
-from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
-from eagle3.export.lowering.xnnpack.used_slots import planned
+from eagle3.export.lowering.xnnpack.lowering import lower
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 KV_HEADS, DIM, SLOTS = 2, 16, 48
@@ -48,8 +46,7 @@ def inputs(heads: int, start: int, length: int, seed: int):
 
 def lowered(layer: nn.Module, example, dynamic, file):
     program = torch.export.export(layer, example, dynamic_shapes=dynamic, strict=False)
-    edge = to_edge_transform_and_lower(program, partitioner=[LevelPartitioner()])
-    file.write_bytes(edge.to_executorch(planned()).buffer)
+    file.write_bytes(lower({"forward": program}, {}).buffer)
     return Runtime.get().load_program(file).load_method("forward")
 
 
@@ -104,9 +101,8 @@ def three_methods(tmp_path_factory):
         rows = Dim("rows", min=fewest, max=most) if fewest < most else None
         dynamic = ({1: rows}, {1: rows}, {1: rows}, {0: rows}) if rows else None
         programs[name] = torch.export.export(layer, inputs(16, 0, fewest, 0), dynamic_shapes=dynamic, strict=False)
-    edge = to_edge_transform_and_lower(programs, partitioner=[LevelPartitioner()])
     file = tmp_path_factory.mktemp("three") / "layer.pte"
-    file.write_bytes(edge.to_executorch(planned()).buffer)
+    file.write_bytes(lower(programs, {}).buffer)
     return file
 
 
@@ -166,8 +162,7 @@ def test_values_in_a_kv_cache_take_no_planned_memory_of_their_own(tmp_path):
         layer = Layer(cpu_attention, 4, 0, False, None, False)
         layer.attention = cpu_attention(KVCacheShape(KV_HEADS, DIM, slots, heads=4))
         program = torch.export.export(layer, inputs(4, 0, 2, 0), strict=False)
-        edge = to_edge_transform_and_lower(program, partitioner=[LevelPartitioner()])
-        (plan,) = edge.to_executorch(planned()).executorch_program.execution_plan
+        (plan,) = lower({"forward": program}, {}).executorch_program.execution_plan
         planned_bytes.append(plan.non_const_buffer_sizes)
     (_, few, caches), (_, more, longer) = planned_bytes
     assert (caches, longer) == tuple(2 * 4 * KV_HEADS * DIM * slots for slots in (SLOTS, 100 * SLOTS))
