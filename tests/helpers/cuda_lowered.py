@@ -1,6 +1,8 @@
 """Lowers a module to CUDA by Inductor, and makes the kernels runnable by Triton's interpreter."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -8,7 +10,7 @@ import torch
 import triton.language as tl
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
-from executorch.exir import to_edge_transform_and_lower
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch._inductor import config as inductor
 from torch._inductor.codecache import CudaKernelParamCache
@@ -17,16 +19,27 @@ from torch._inductor.virtualized import V
 from triton.runtime.interpreter import InterpretedFunction
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
+from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, no_repro
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
+from eagle3.export.lowering.edge.replays import repeated_alone
+from eagle3.export.lowering.gc_tuning import collected_rarely
 
+EDGE = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
 HEADER = """import triton
 import triton.language as tl
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_helpers import math as tl_math
 
 """
+
+
+@contextmanager
+def short_cuts() -> Iterator[None]:
+    """Lower without the work that an export saves too, and that changes nothing."""
+    with collected_rarely(), analyzed_once(), no_repro(), repeated_alone(decompose_by_node=False):
+        yield
 
 
 def lowered(module, given, **dynamic):
@@ -48,10 +61,11 @@ def lowered(module, given, **dynamic):
         graph.outputs = V.graph.get_output_names()
         graph.buffers = {name: tuple(x.maybe_get_size() or ()) for name, x in V.graph.name_to_buffer.items()}
 
-    with named_gpu("sm_90"), inductor.patch(OPTIONS), fused_further(), recorded_launches({}, {}) as launches:
+    options = inductor.patch(OPTIONS)
+    with short_cuts(), named_gpu("sm_90"), options, fused_further(), recorded_launches({}, {}) as launches:
         call, finish = CppWrapperGpu._generate_kernel_call_helper, CppWrapperGpu.finalize_prefix
         with patch.multiple(CppWrapperGpu, _generate_kernel_call_helper=note, finalize_prefix=keep):
-            to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)])
+            to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)], compile_config=EDGE)
     (recorded,) = launches.values()
     graph.launches = recorded["launches"]
     graph.grids = {entry["kernel"]: entry["grid"] for entry in recorded["launches"]}

@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 import triton.experimental.gluon.language  # noqa: F401  (it copies the library while that is not interpreted)
+from cuda_lowered import EDGE, short_cuts
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
-from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 from random_checkpoints import FAMILIES, SIZE
@@ -204,9 +205,9 @@ def test_fused_experts_compile_without_a_gpu_and_the_bytes_of_a_window_are_count
     program = exported(module, 2 if longest <= 16 else 9, longest)
     specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
     rows = {"forward": 1}, {"forward": longest}
-    with named_gpu("sm_90"), inductor.patch(OPTIONS), fused_further(), recorded_launches(*rows) as launches:
-        edge = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
-        lowered = to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)], compile_config=edge)
+    options = inductor.patch(OPTIONS)
+    with short_cuts(), named_gpu("sm_90"), options, fused_further(), recorded_launches(*rows) as launches:
+        lowered = to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)], compile_config=EDGE)
     made = lowered.exported_program()
     calls = [node.target for node in made.graph.nodes if node.op == "call_function"]
     assert torch.ops.higher_order.executorch_call_delegate in calls

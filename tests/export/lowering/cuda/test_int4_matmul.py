@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cuda_lowered import EDGE, short_cuts
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
@@ -182,8 +183,9 @@ class Scaled(Linear):
 def test_both_int4_kernels_for_dynamic_rows_share_one_input():
     program = export(Scaled(), (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=1024)},))
     specs = [CudaBackend.generate_method_name_compile_spec("prefill"), CompileSpec("low_memory_mode", b"ON")]
-    with named_gpu("sm_90"), inductor.patch(OPTIONS), recorded_launches({"prefill": 20}, {"prefill": 1024}) as found:
-        to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)])
+    rows, options = ({"prefill": 20}, {"prefill": 1024}), inductor.patch(OPTIONS)
+    with short_cuts(), named_gpu("sm_90"), options, recorded_launches(*rows) as found:
+        to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)], compile_config=EDGE)
     (recorded,) = found.values()
     (launch,) = (entry for entry in recorded["launches"] if entry["products"])
     assert "small_m" in launch["kernel"] and launch["grid"][0] == 2
