@@ -246,6 +246,12 @@ TARGETS: dict[str, TargetSpec] = {
         model_types=("lfm2_moe",),
         repository="LiquidAI/LFM2-8B-A1B",
     ),
+    "kimi-linear-48B-A3B": TargetSpec(
+        "Kimi Linear 48B-A3B, 256 experts, recurrent layers",
+        DECODER_LAYERS,
+        model_types=("kimi_linear",),
+        repository="moonshotai/Kimi-Linear-48B-A3B-Instruct",
+    ),
     "bamba-9B": TargetSpec(
         "Bamba 9B, Mamba 2 layers",
         DECODER_LAYERS,

@@ -301,7 +301,7 @@ def _check_parts(model: PreTrainedModel | TextPart) -> None:
         if own in (RECURRENT, HYBRID) and mixer_with_state(layer) is None:
             raise ValueError(
                 f"layer_types has {own}, but {type(layer).__name__} keeps a state that is not one of the gated delta "
-                "rule or of Mamba 2: eagle3-export --list-targets lists what is supported"
+                "rule, of Kimi's delta attention or of Mamba 2: eagle3-export --list-targets lists what is supported"
             )
     parts = (
         ("model.layers", layers),

@@ -1,6 +1,6 @@
 """Keeps the vectors of recurrent layers in float32 where a model is loaded in another dtype.
 
-A layer of the gated delta rule, or of Mamba 2, has a decay rate and a bias for each head (``A_log``, ``dt_bias``) and
+A layer of a delta rule, or of Mamba 2, has a decay rate and a bias for each head (``A_log``, ``dt_bias``) and
 the weight of a norm. The rate is exponentiated twice, and its effect on the state adds up over all tokens. Published
 checkpoints have some of these vectors in float32.
 """
@@ -39,11 +39,12 @@ class ExactVectors:
 
 
 def _vectors(mixer: nn.Module, prefix: str) -> dict[str, tuple[nn.Module, str]]:
-    """Return the one-dimensional parameters of a mixer, without the biases of its linears and of its convolution."""
+    """Return the parameters of a mixer that have at most one dimension longer than 1, without those of its linears and
+    of its convolution."""
     found = {}
     for place, module in mixer.named_modules():
         if not isinstance(module, nn.Linear | nn.Conv1d):
             for attribute, value in module.named_parameters(recurse=False):
-                if value.ndim == 1:
+                if value.numel() == max(value.shape, default=1):
                     found[".".join(filter(None, (prefix, place, attribute)))] = module, attribute
     return found

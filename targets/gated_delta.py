@@ -34,9 +34,13 @@ class GatedDeltaState(RecurrentState):
     """The state of one layer. The last of the inputs of its rows is beta."""
 
     def __init__(self, mixer: Any):  # noqa: ANN401 - a class of transformers
+        super().__init__(self.sizes_of(mixer))
+
+    @staticmethod
+    def sizes_of(mixer: Any) -> StateSizes:  # noqa: ANN401 - a class of transformers
         channels, _, taps = mixer.conv1d.weight.shape
         heads, sizes = (mixer.num_k_heads, mixer.num_v_heads), (mixer.head_k_dim, mixer.head_v_dim)
-        super().__init__(StateSizes(*heads, *sizes, channels, taps))
+        return StateSizes(*heads, *sizes, channels, taps)
 
     def _window(self, given: Given, state: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
         """Return outputs and updates of rows that follow ``state``.
@@ -47,16 +51,24 @@ class GatedDeltaState(RecurrentState):
         """
         query, key, value, decay, beta = given
         length = key.shape[1]
-        between = decay_between(decay, masks.lower)
-        both = torch.cat((key, query), dim=1)  # [key heads, 2 T, d_k]
-        dots = self._for_values(torch.bmm(both, key.transpose(1, 2))) * between.repeat(1, 2, 1)
-        reads = torch.bmm(self._for_values(both), state) * decay.cumsum(-1).exp().repeat(1, 2).unsqueeze(-1)
+        dots, reads = self._products(query, key, decay, state, masks)
         system = dots[:, :length] * beta.unsqueeze(-1)
         inverse = masks.unit.expand(self.value_heads, length, length)
         for pairs in masks.pairs:
             inverse = inverse - torch.bmm(torch.bmm(inverse, system * pairs), inverse)
         update = torch.bmm(inverse, (value - reads[:, :length]) * beta.unsqueeze(-1))
         return reads[:, length:] + torch.bmm(dots[:, length:], update), update
+
+    def _products(
+        self, query: Tensor, key: Tensor, decay: Tensor, state: Tensor, masks: Masks
+    ) -> tuple[Tensor, Tensor]:
+        """Return what T keys, and behind them T queries, read of the rows' keys [value heads, 2 T, T] and of ``state``
+        [value heads, 2 T, value size], decayed up to their own rows."""
+        between = decay_between(decay, masks.lower)
+        both = torch.cat((key, query), dim=1)  # [key heads, 2 T, d_k]
+        dots = self._for_values(torch.bmm(both, key.transpose(1, 2))) * between.repeat(1, 2, 1)
+        reads = torch.bmm(self._for_values(both), state) * decay.cumsum(-1).exp().repeat(1, 2).unsqueeze(-1)
+        return dots, reads
 
     def _bulk(self, given: Given, state: Tensor) -> tuple[Tensor, Tensor]:
         outs = []
@@ -78,17 +90,17 @@ def delta_rule(
     initial_state: tuple[GatedDeltaState, RecurrentRows],
     use_qk_l2norm_in_kernel: bool = False,
     **_given: object,
-) -> tuple[Tensor, None]:
-    """Replaces transformers' functions for the rule: arguments [1, T, heads, d], ``g`` and ``beta`` [1, T, value
-    heads]."""
+) -> tuple[Tensor, Tensor]:
+    """Replaces transformers' functions for the rule: arguments [1, T, heads, d], ``beta`` [1, T, value heads], ``g`` as
+    ``beta``, or [1, T, value heads, key size] where each key channel has a decay of its own."""
     if not use_qk_l2norm_in_kernel:
         raise ValueError("its delta rule does not normalize queries and keys, which ours does")
     state, rows = initial_state
     dtype = value.dtype
     query, key, value = (each[0].transpose(0, 1).float().contiguous() for each in (query, key, value))
-    decay, beta = g[0].T.float(), beta[0].T.float()
+    decay, beta = (each[0].transpose(0, 1).float() for each in (g, beta))
     out = state((_unit(query) * query.shape[-1] ** -0.5, _unit(key), value, decay, beta), rows)
-    return out.transpose(0, 1).unsqueeze(0).to(dtype), None
+    return out.transpose(0, 1).unsqueeze(0).to(dtype), state.state
 
 
 def _unit(x: Tensor) -> Tensor:

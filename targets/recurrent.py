@@ -1,7 +1,7 @@
 """The state of a recurrent layer, which rolls back as a KV cache does: by writing positions again.
 
 A layer keeps one state, valid before position ``committed``. It also keeps rings by position with the change that each
-later token made to the state: a rank-1 change (key, update, log decay), whose update was computed when the token was a
+later token made to the state: a rank-1 change (key, update, log decays), whose update was computed when the token was a
 row of a forward. A forward first commits the changes from ``committed`` up to its first row's position. It then runs
 its own rows, and leaves their changes in the rings. A rejected row never touches the state, and ``input_pos`` alone
 tells which rows were accepted.
@@ -149,7 +149,8 @@ class RecurrentPositions(nn.Module):
 
 Given = tuple[Tensor, ...]
 """The inputs of T rows, in float32: queries and keys [key heads, T, key size], values [value heads, T, value size], log
-decays [value heads, T], and what else a rule reads [value heads, T]."""
+decays [value heads, T], or [value heads, T, key size] where each key channel has one of its own, and what else a rule
+reads [value heads, T]."""
 
 
 class StateSizes(NamedTuple):
@@ -161,6 +162,8 @@ class StateSizes(NamedTuple):
     value_size: int
     channels: int
     taps: int
+    channel_decays: bool = False
+    """True if each key channel of a head has a log decay of its own."""
 
 
 class RecurrentState(nn.Module, ABC):
@@ -182,8 +185,10 @@ class RecurrentState(nn.Module, ABC):
         self.register_buffer("saved", torch.zeros(shape), persistent=False)
         self.register_buffer("saved_conv", torch.zeros(self.earlier, sizes.channels), persistent=False)
         self.conv = Ring(ROLLBACK_ROWS + self.earlier, sizes.channels)
-        # Key, update and log decay of a token are stored in one row, which is written at once.
-        self.parts = self.key_heads * sizes.key_size, self.value_heads * sizes.value_size, self.value_heads
+        # Key, update and log decays of a token are stored in one row, which is written at once.
+        self.channel_decays = sizes.channel_decays
+        decays = self.value_heads * (sizes.key_size if sizes.channel_decays else 1)
+        self.parts = self.key_heads * sizes.key_size, self.value_heads * sizes.value_size, decays
         self.changes = Ring(ROLLBACK_ROWS, sum(self.parts))
 
     def with_earlier(self, mixed: Tensor, rows: RecurrentRows) -> Tensor:
@@ -231,11 +236,12 @@ class RecurrentState(nn.Module, ABC):
             for each, heads in ((key, self.key_heads), (update, self.value_heads))
         )
         state = torch.where(rows.started[:, None, None], state, torch.zeros(()))
-        return self._behind(state, key, update, decay.T)
+        decay = decay.unflatten(-1, (self.value_heads, -1)).transpose(0, 1) if self.channel_decays else decay.T
+        return self._behind(state, key, update, decay)
 
     def _behind(self, state: Tensor, key: Tensor, update: Tensor, decay: Tensor) -> Tensor:
         """Return the state after the changes of T rows: key [key heads, T, key size], update [value heads, T, value
-        size], log decay [value heads, T]."""
+        size], log decays [value heads, T] (or a channel each)."""
         key = self._for_values(key).transpose(1, 2)
         return state * decay.sum(-1).exp()[:, None, None] + torch.bmm(key, update * decay_behind(decay).unsqueeze(-1))
 
@@ -246,7 +252,7 @@ class RecurrentState(nn.Module, ABC):
         might otherwise write in place before it reads.
         """
         _, key, _, decay, *_ = given
-        changes = torch.cat((key.transpose(0, 1).flatten(1), update.transpose(0, 1).flatten(1), decay.T), dim=-1)
+        changes = torch.cat([each.transpose(0, 1).flatten(1) for each in (key, update, decay)], dim=-1)
         self.changes.write(positions, torch.cat((earlier[:1], changes))[1:])
 
     def _for_values(self, heads: Tensor) -> Tensor:

@@ -197,6 +197,7 @@ WITHOUT_PAST = ("mlp", "moe")
 CONVOLUTION = "conv"
 """The kind of layers with a short convolution (``short_conv.py``)."""
 DELTA_RULE, MAMBA_2, SHORT_CONVOLUTION = "the gated delta rule", "Mamba 2", "a short convolution"
+KIMI_DELTA = "Kimi's delta attention"
 """The kinds of layers with a state, by what a backend must compute."""
 CONVOLUTION_WINDOW = 512
 """Tokens: the sliding window of a convolution's ring in a model without another one."""
@@ -255,7 +256,8 @@ def states_of(config: "PreTrainedConfig") -> frozenset[str]:
     """Return the kinds of layers with a state that a transformers text configuration has, as errors name them."""
     found = {SHORT_CONVOLUTION} if CONVOLUTION in (getattr(config, "layer_types", None) or ()) else set()
     if is_recurrent(config):
-        found.add(DELTA_RULE if hasattr(config, "linear_num_value_heads") else MAMBA_2)
+        fields = {"linear_num_value_heads": DELTA_RULE, "linear_num_heads": KIMI_DELTA}
+        found.add(next((kind for name, kind in fields.items() if hasattr(config, name)), MAMBA_2))
     return frozenset(found)
 
 

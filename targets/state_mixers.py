@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from eagle3.targets.gated_delta import GatedDeltaState, delta_rule
+from eagle3.targets.kimi_delta import KimiDeltaState
 from eagle3.targets.mamba2 import Mamba2State, scan, step
 from eagle3.targets.short_conv import ShortConvState, causal_convolution
 
-ROW_RULE, CHUNK_RULE = "torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"
 Functions = dict[str, Callable[..., Any]]
 CONVOLUTION: Functions = {"causal_conv1d_fn": causal_convolution}
 
@@ -31,6 +31,8 @@ class Form(NamedTuple):
     """Our functions, by the names of those that they replace in the module of the mixer's class. All must be there."""
     make: Callable[[Any, int, int], nn.Module]
     """Makes the state from the mixer, the sliding window of a ring in tokens, and the context length in tokens."""
+    rules: tuple[str, str] | None = None
+    """The names of transformers' functions for chunks and for single rows, if the two differ by more than rounding."""
 
     def mixer(self, layer: nn.Module) -> nn.Module | None:
         found = getattr(layer, self.place, None)
@@ -38,11 +40,14 @@ class Form(NamedTuple):
         return found if fits and all(hasattr(_module(found), name) for name in self.functions) else None
 
 
-_DELTA: Functions = {**CONVOLUTION, ROW_RULE: delta_rule, CHUNK_RULE: delta_rule}
+_DELTA_RULES = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+_KIMI_RULES = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
+_DELTA: Functions = {**CONVOLUTION, **dict.fromkeys(_DELTA_RULES, delta_rule)}
+_KIMI: Functions = {**CONVOLUTION, **dict.fromkeys(_KIMI_RULES, delta_rule)}
 _MAMBA2: Functions = {**CONVOLUTION, "mamba2_chunk_scan": scan, "mamba2_selective_state_update": step}
-GATED_DELTA = Form("linear_attn", "A_log", _DELTA, lambda mixer, *_: GatedDeltaState(mixer))
 FORMS = (
-    GATED_DELTA,
+    Form("linear_attn", "A_log", _DELTA, lambda mixer, *_: GatedDeltaState(mixer), _DELTA_RULES),
+    Form("self_attn", "forget_gate", _KIMI, lambda mixer, *_: KimiDeltaState(mixer), _KIMI_RULES),
     Form("conv", "conv_kernel_size", CONVOLUTION, ShortConvState),
     Form("mamba", "A_log", _MAMBA2, lambda mixer, *_: Mamba2State(mixer)),
     Form("mixer", "A_log", _MAMBA2, lambda mixer, *_: Mamba2State(mixer)),
@@ -86,13 +91,13 @@ def use_states(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def token_by_token(model: nn.Module) -> Iterator[None]:
-    """Make transformers' own layers of the gated delta rule in ``model`` compute all rows by their rule for single
-    rows.
+    """Make transformers' own layers of a delta rule in ``model`` compute all rows by their rule for single rows.
 
     Their rule for chunks gives states that differ from it by 1e-4 of their standard deviation in float32.
     """
-    mixers = [mixer for layer in model.modules() if (mixer := GATED_DELTA.mixer(layer)) is not None]
-    with _replaced({(_module(mixer), CHUNK_RULE): getattr(_module(mixer), ROW_RULE) for mixer in mixers}):
+    forms = [(form, form.mixer(layer)) for layer in model.modules() if (form := form_of(layer)) is not None]
+    found = [(_module(mixer), form.rules) for form, mixer in forms if form.rules is not None]
+    with _replaced({(module, chunk): getattr(module, row) for module, (chunk, row) in found}):
         yield
 
 

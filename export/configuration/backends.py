@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from eagle3.export.configuration.config import CUDA_RECIPES, XNNPACK_RECIPES
 from eagle3.runner.hardware.cpu_features import lacks_avx512
-from eagle3.targets.spec import DELTA_RULE, MAMBA_2, SHORT_CONVOLUTION
+from eagle3.targets.spec import DELTA_RULE, KIMI_DELTA, MAMBA_2, SHORT_CONVOLUTION
 
 SMALL_M_ROWS = (8, 16)
 """The most rows of the two sizes of CUDA's small-M kernels, which read a weight once."""
@@ -89,7 +89,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "eagle3.export.lowering.xnnpack.backend",
         flags=frozenset({"qembedding", "group_size"}),
         recipes=XNNPACK_RECIPES,
-        states=frozenset({DELTA_RULE, MAMBA_2, SHORT_CONVOLUTION}),
+        states=frozenset({DELTA_RULE, KIMI_DELTA, MAMBA_2, SHORT_CONVOLUTION}),
         small_recipe="8da8w",
         draft_recipe="8da8w",
         # ``speculate`` makes a round of one millisecond a twelfth shorter, and saves nothing at the widths of a 4B

@@ -41,7 +41,10 @@ HEAD_COUNTS = {
         ("num_attention_heads_per_layer", "num_key_value_heads"),
         ("swa_num_attention_heads", "swa_num_key_value_heads"),
     ),
-    "linear attention": (("linear_num_value_heads", "linear_num_key_heads"),),
+    "linear attention": (
+        ("linear_num_value_heads", "linear_num_key_heads"),
+        ("linear_num_heads", "linear_num_heads"),
+    ),
     "indexer": (("index_n_heads", "index_n_heads"),),
 }
 """Pairs of field names: the number of query heads, and the number of key heads that they share."""
@@ -69,6 +72,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
         needed.add("pad_token_id")  # some multimodal models use it as the image placeholder
     fields |= {name: 0 if name in needed else None for name in fields if name.endswith("_token_id")}
     fields.pop("quantization_config", None)  # describes how a checkpoint is stored
+    fields.pop("linear_attn_config", None)  # Kimi's class would prefer its sizes to the fields that have been cut
     fields["dtype"] = "float32"
     cut_lengths(fields)
     _cut_heads(fields)

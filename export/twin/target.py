@@ -111,7 +111,7 @@ def _shrunk(file: Path, config: "PreTrainedConfig") -> Twin:
     try:
         return _running(config)
     except Exception as error:
-        causes = {field: value for field, value in _tried(config) if _runs(reset(config, field))}
+        causes = {field: value for field, value in _tried(config) if _runs_without(config, field)}
         fact = f"with {_listed(causes)} " if causes else ""
         raise ValueError(
             f"{file}: {fact}transformers cannot build or run a model from it ({_line(error)}): copy or correct the file"
@@ -130,11 +130,12 @@ def _tried(config: "PreTrainedConfig") -> list[tuple[str, Any]]:
     return list(unusual_fields(config).items())[:MOST_FIELDS_TRIED]
 
 
-def _runs(config: "PreTrainedConfig") -> bool:
-    """Return True if transformers can build and run a small copy of a configuration."""
+def _runs_without(config: "PreTrainedConfig", field: str) -> bool:
+    """Return True if transformers can build and run a small copy of a configuration in which a field has its class's
+    default."""
     try:
-        _running(config)
-    except Exception:  # any error means that it does not run
+        _running(reset(config, field))
+    except Exception:  # the class rejects the default beside the other fields, or the model does not run
         return False
     return True
 

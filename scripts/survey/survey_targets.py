@@ -78,7 +78,17 @@ def tiny(model_type: str, name: str) -> PreTrainedConfig:
         text = shrink(text)
     config = whole_config(text)
     config.architectures = [name]
+    for part in (config, config.get_text_config()):
+        _leave_out_default_ids(part, config.get_text_config().vocab_size)
     return config
+
+
+def _leave_out_default_ids(config: PreTrainedConfig, vocabulary: int) -> None:
+    """Remove end tokens outside of a vocabulary of this many tokens, in place: a class has them where a file has none
+    (CWM), and an export refuses a file that has them."""
+    ends = getattr(config, "eos_token_id", None)
+    if max(ends if isinstance(ends, list) else [ends or 0], default=0) >= vocabulary:
+        config.eos_token_id = None
 
 
 def save_model(config: PreTrainedConfig, name: str, folder: Path) -> None:
@@ -180,6 +190,16 @@ def listing(outcomes: Iterable[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def with_list(readme: str, made: str) -> str:
+    """Return a README's text with the list between its markers replaced. What a person wrote stands outside them, and
+    stays. Raises ValueError for a text without both markers."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{README} lacks {END if begin else BEGIN}: write both markers where the list belongs")
+    return f"{before}{begin}\n{made}\n{end}{after}"
+
+
 def reason(found: Outcome) -> str:
     """Return the outcome with its reason, without the parts that differ between classes."""
     if found.what == RIGHT:
@@ -206,8 +226,7 @@ def main(only: tuple[str, ...]) -> None:
         found.append(outcome(model_type, name))
         print(*found[-1], sep="  ", flush=True)
     if not only:
-        before, _, rest = README.read_text().partition(BEGIN)
-        README.write_text(f"{before}{BEGIN}\n{listing(found)}\n{END}{rest.partition(END)[2]}")
+        README.write_text(with_list(README.read_text(), listing(found)))
     sys.exit(any(each.what == WRONG for each in found))
 
 

@@ -189,5 +189,6 @@ def test_the_twin_check_passes_and_notices_a_fault(name, put_in, monkeypatch):
 @pytest.mark.parametrize("name", ["jamba", "zamba2", "minimax", "zaya"])
 def test_other_recurrent_layers_are_refused(name):
     config = AutoConfig.for_model(name)
-    with pytest.raises(ValueError, match="keeps a state that is not one of the gated delta rule or of Mamba 2"):
+    refused = "keeps a state that is not one of the gated delta rule, of Kimi's delta attention or of Mamba 2"
+    with pytest.raises(ValueError, match=refused):
         decoder_layers.skeleton(config, 64)

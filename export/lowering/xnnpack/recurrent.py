@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.targets.gated_delta import GatedDeltaState
-from eagle3.targets.recurrent import Given, Ring
+from eagle3.targets.kimi_delta import KimiDeltaState
+from eagle3.targets.recurrent import Given, Masks, Ring
 
 
 class InPlaceRing(Ring):
@@ -21,13 +22,33 @@ class InPlaceRing(Ring):
 
 
 class SequentialState(GatedDeltaState):
-    """A recurrent state that computes the committed rows one after the other, by ``llama::gated_delta_rule``."""
+    """A recurrent state that computes the committed rows one after the other, by ``llama::gated_delta_rule``, which
+    takes a decay for each head or for each of its key channels."""
 
     def _bulk(self, given: Given, state: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value, decay, beta = given
         inputs = self._for_values(query), self._for_values(key), value, decay.exp(), beta, state
         out, state = torch.ops.llama.gated_delta_rule(*(each.unsqueeze(0).contiguous() for each in inputs))
         return out[0], state[0]
+
+
+class SequentialKimiState(SequentialState, KimiDeltaState):
+    """Such a state with a decay for each key channel. Windows too are computed by the operator, since products that
+    decay by channel have two dynamic dimensions, which XNNPACK does not reshape."""
+
+    def _window(self, given: Given, state: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - not needed
+        """Return outputs and updates of rows that follow ``state``.
+
+        The operator gets two rows for each. The first decays the state and reads what its key holds, which the update
+        replaces. The second updates the state and reads what its query gets.
+        """
+        query, key, value, decay, beta = given
+        none, every = torch.zeros_like(beta), torch.ones_like(decay)
+        doubled = ((key, query), (key, key), (value, value), (decay.exp(), every), (none, beta))
+        rows = (torch.stack(pair, dim=2).flatten(1, 2) for pair in doubled)
+        out, _ = torch.ops.llama.gated_delta_rule(*(each.unsqueeze(0).contiguous() for each in (*rows, state)))
+        held, out = out[0].unflatten(1, (-1, 2)).unbind(2)
+        return out, (value - held) * beta.unsqueeze(-1)
 
 
 def use_cpu_recurrence(model: nn.Module) -> None:
@@ -37,3 +58,5 @@ def use_cpu_recurrence(model: nn.Module) -> None:
             module.__class__ = InPlaceRing
         elif type(module) is GatedDeltaState:
             module.__class__ = SequentialState
+        elif type(module) is KimiDeltaState:
+            module.__class__ = SequentialKimiState

@@ -1,5 +1,5 @@
-"""Random targets of Mamba 2 are exported with random EAGLE-3 heads and run: their tokens equal transformers' greedy
-ones."""
+"""Random targets with layers of Mamba 2 and of Kimi's delta attention are exported with random EAGLE-3 heads and run:
+their tokens equal transformers' greedy ones."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from eagle3.runner.cache.cached_tokens import CachedTokens
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.rounds.loop import complete
 
-CASES = (("nemotron_h", None), ("bamba", "8da8w"))
+CASES = (("nemotron_h", None), ("bamba", "8da8w"), ("kimi_linear", None), ("kimi_linear", "8da8w"))
 """Falcon-H1 is exported by ``family_exports.py``."""
 
 
@@ -22,7 +22,7 @@ def exported(request, tmp_path_factory):
     """Return a session, and a function that returns the token after a text. It is transformers' token or, if linears
     are quantized, that of another session, which computes the whole text."""
     family, qlinear = request.param
-    folder, model = tmp_path_factory.mktemp("mamba2"), random_family(family)
+    folder, model = tmp_path_factory.mktemp("recurrent"), random_family(family)
     model.save_pretrained(folder / "target")
     save_random_draft(folder / "draft", model.config, taps(model.config))
     paths = {"checkpoint": folder / "target", "draft": folder / "draft", "output_dir": folder / "out"}

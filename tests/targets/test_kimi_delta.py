@@ -1,0 +1,249 @@
+"""Targets with Kimi's delta attention give transformers' own logits for all calls of a runner, and each fault put in by
+hand is found."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from family_configs import family_config
+from recurrent_faults import SHARED, decay_after_the_update, keys_of_the_next_head, undecayed_changes
+from recurrent_walk import nan_outside_of_the_states, saved_pair, uninitialized, walk, walk_windows
+from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
+
+from eagle3.export import ExportConfig
+from eagle3.export.checkpoints.target_config import read_target_config
+from eagle3.export.lowering.xnnpack.recurrent import use_cpu_recurrence
+from eagle3.export.planning.methods import check_states
+from eagle3.export.twin.shrink import shrink
+from eagle3.export.twin.target import check_target
+from eagle3.targets import TARGETS, kimi_delta, state_mixers
+from eagle3.targets.gated_delta import delta_rule
+from eagle3.targets.kimi_delta import KimiDeltaState
+from eagle3.targets.recurrent import RecurrentPositions, window_masks
+from eagle3.targets.state_mixers import attention_of, mixer_with_state
+
+FAMILIES = ("kimi_linear", "bailing_hybrid")
+TOLERANCE, FAULTY = 1e-4, 3e-3
+"""Bounds in standard deviations of the logits: the most of rounding, and the least of a fault."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    """transformers' model, and the target with the same weights."""
+    return saved_pair(family_config(request.param), tmp_path_factory.mktemp("kimi"))
+
+
+@pytest.mark.first(1)
+def test_targets_of_kimi_give_transformers_logits_for_every_call_of_a_runner(pair):
+    assert walk(*pair) < TOLERANCE
+
+
+@pytest.mark.first(1)
+def test_targets_of_kimi_continue_from_any_accepted_part_of_any_window(pair):
+    assert walk_windows(*pair) < TOLERANCE
+
+
+def test_a_call_outside_of_the_states_gives_nan(pair):
+    nan_outside_of_the_states(pair[1])
+
+
+def test_uninitialized_states_are_not_read(pair):
+    uninitialized(pair[1])
+    assert walk(*pair, steps=8, seed=4) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_operators_of_the_cpu_give_transformers_logits(name, tmp_path):
+    model, target = saved_pair(family_config(name), tmp_path)
+    use_cpu_recurrence(target)
+    assert walk(model, target) < TOLERANCE
+
+
+def test_attention_and_state_of_each_layer_are_found(pair):
+    model, _ = pair
+    for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+        assert (mixer_with_state(layer) is not None) == (kind == "linear_attention")
+        assert (attention_of(layer) is not None) == (kind == "full_attention")
+
+
+def random_rows(rows: int, strongest: float) -> tuple[torch.Tensor, ...]:
+    """Return queries, keys, values, log decays down to ``-strongest`` and beta of 3 heads of 8 channels, as
+    transformers' layers give them."""
+    generator = torch.Generator().manual_seed(rows)
+    query, key, value = torch.randn(3, 1, rows, 3, 8, generator=generator)
+    decay = -strongest * torch.rand(1, rows, 3, 8, generator=generator) ** 4
+    return query, key, value, decay, torch.rand(1, rows, 3, generator=generator)
+
+
+class Mixer:
+    """The sizes of a layer with those rows."""
+
+    num_heads, head_dim = 3, 8
+    conv1d = torch.nn.Conv1d(72, 72, 4, groups=72)
+
+
+@pytest.mark.parametrize("on_the_cpu", [False, True], ids=["reference", "CPU's operator"])
+@pytest.mark.parametrize("strongest", [0.5, 30.0, 400.0])
+def test_strong_decays_of_a_channel_leave_the_others_exact(strongest, on_the_cpu):
+    """A chunk and a window behind it. ``exp(-400)`` is 0 in float32, and its inverse is infinite."""
+    rows, state = 90, torch.nn.ModuleList([KimiDeltaState(Mixer())])
+    if on_the_cpu:
+        use_cpu_recurrence(state)
+        assert type(state[0]) is not KimiDeltaState
+    given = random_rows(rows, strongest)
+    named = {"g": given[3], "beta": given[4], "initial_state": None, "output_final_state": False}
+    expected, _ = recurrent_kimi_delta_attention(*given[:3], **named, use_qk_l2norm_in_kernel=True)
+    positions = RecurrentPositions()
+    for start, end in ((0, 80), (80, 90)):
+        shared = positions.rows(torch.arange(start, end))
+        found, _ = delta_rule(*(each[:, start:end] for each in given), (state[0], shared), use_qk_l2norm_in_kernel=True)
+        positions.advance(shared)
+        assert float((found - expected[:, start:end]).abs().max() / expected.std()) < 1e-5
+
+
+def decay_of_a_key_after_its_update(monkeypatch):
+    original = KimiDeltaState._behind
+
+    def behind(self, state, key, update, decay):
+        return original(self, state, key * decay.exp(), update, decay)
+
+    monkeypatch.setattr(KimiDeltaState, "_behind", behind)
+
+
+def undecayed_keys(monkeypatch):
+    monkeypatch.setattr(kimi_delta, "channel_decays_behind", torch.ones_like)
+
+
+def one_decay_for_all_channels(monkeypatch):
+    """Fault: each head has the mean of its channels' decays, as a layer of the gated delta rule would."""
+
+    def rule(query, key, value, g, *given, **named):
+        return delta_rule(query, key, value, g.mean(-1, keepdim=True).expand_as(g), *given, **named)
+
+    for name in state_mixers._KIMI_RULES:
+        monkeypatch.setitem(state_mixers._KIMI, name, rule)
+
+
+def decays_of_another_channel(monkeypatch):
+    original = kimi_delta.channel_decays_between
+    monkeypatch.setattr(
+        kimi_delta, "channel_decays_between", lambda decay, masks: original(decay, masks).transpose(1, 2).roll(1, -1)
+    )
+
+
+def decay_of_the_earlier_row_counts(monkeypatch):
+    """Fault: a change decays in its own row."""
+    original = kimi_delta.channel_decays_between
+    monkeypatch.setattr(
+        kimi_delta,
+        "channel_decays_between",
+        lambda decay, masks: original(decay, masks) * decay.exp().unsqueeze(1),
+    )
+
+
+def reads_of_the_state_undecayed(monkeypatch):
+    original = KimiDeltaState._products
+
+    def products(self, query, key, decay, state, masks):
+        dots, _ = original(self, query, key, decay, state, masks)
+        return dots, torch.bmm(torch.cat((key, query), dim=1), state)
+
+    monkeypatch.setattr(KimiDeltaState, "_products", products)
+
+
+def updates_without_the_rows_before(monkeypatch):
+    """Fault: the triangular system of a window is replaced by the unit matrix."""
+    original = KimiDeltaState._window
+
+    def window(self, given, state, masks):
+        alone = window_masks(torch.arange(1))
+        rows = range(given[0].shape[1])
+        parts = [original(self, tuple(each[:, row : row + 1] for each in given), state, alone) for row in rows]
+        return tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+
+    monkeypatch.setattr(KimiDeltaState, "_window", window)
+
+
+def state_of_the_window_kept(monkeypatch):
+    """Fault: rows that may be rejected change the state."""
+    original = KimiDeltaState._window
+
+    def window(self, given, state, masks):
+        out, update = original(self, given, state, masks)
+        state.copy_(self._behind(state, given[1], update, given[3]))
+        return out, update
+
+    monkeypatch.setattr(KimiDeltaState, "_window", window)
+
+
+ELSEWHERE = (decay_after_the_update, undecayed_changes, keys_of_the_next_head)
+"""Shared faults in code that Kimi's rule does not run: its own versions follow, and no two of its heads share keys."""
+OWN = (
+    decay_of_a_key_after_its_update,
+    undecayed_keys,
+    one_decay_for_all_channels,
+    decays_of_another_channel,
+    decay_of_the_earlier_row_counts,
+    reads_of_the_state_undecayed,
+    updates_without_the_rows_before,
+    state_of_the_window_kept,
+)
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize(
+    "put_in", [*OWN, *(fault for fault in SHARED if fault not in ELSEWHERE)], ids=lambda fault: fault.__name__
+)
+@pytest.mark.parametrize("pair", ["kimi_linear"], indirect=True)
+def test_each_fault_put_into_layers_of_kimi_is_found(pair, put_in, monkeypatch):
+    put_in(monkeypatch)
+    assert walk(*pair) > FAULTY
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_twin_check_passes_and_notices_a_fault(name, monkeypatch):
+    given = TARGETS["auto"], "auto", Path("target"), family_config(name)
+    assert check_target(*given)["logits"] < TOLERANCE
+    one_decay_for_all_channels(monkeypatch)
+    with pytest.raises(ValueError, match="would not compute"):
+        check_target(*given)
+
+
+PUBLISHED = {
+    "model_type": "kimi_linear",
+    "architectures": ["KimiLinearForCausalLM"],
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [layer for layer in range(1, 28) if layer % 4 and layer != 27],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "model_max_length": 1048576,
+}
+"""The fields of the published configuration that do not have transformers' names or defaults."""
+
+
+def test_the_published_configuration_is_read_and_shrunk(tmp_path):
+    """Its sizes stand in a dictionary, which would override those of a small copy."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    config = read_target_config(tmp_path, "kimi-linear-48B-A3B")
+    full = [at for at, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    assert full == [3, 7, 11, 15, 19, 23, 26] and config.linear_num_heads == 32
+    small = shrink(config)
+    assert small.linear_num_heads == 4 and small.linear_head_dim == 128
+    assert small.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+
+
+def test_cuda_refuses_kimi_in_a_line():
+    config = ExportConfig("auto", checkpoint=Path("target"), draft="none", backend="cuda")
+    with pytest.raises(ValueError, match=r"has layers with Kimi's delta attention.*type --backend xnnpack") as refused:
+        check_states(config, family_config("kimi_linear"))
+    assert "\n" not in str(refused.value)
