@@ -17,7 +17,7 @@ from triton.language.semantic import TritonSemantic
 
 
 class Shape(NamedTuple):
-    """What tensors of one shape have in common. ``of_type`` has integers and ``of_tensor`` Triton's constants."""
+    """The parts that tensors of one shape share. ``of_type`` has integers and ``of_tensor`` Triton's constants."""
 
     of_type: core.tuple
     of_tensor: core.tuple
