@@ -11,7 +11,7 @@ from eagle3.targets import spec_for
 from eagle3.targets.attention import ForwardRows, Window, _attend
 
 NO_DECODER = ("bloom", "gpt2", "gpt_neox", "gptj", "jetmoe", "mpt", "opt")
-OTHER_LAYERS = {"kimi_linear": "linear_attention", "minimax": "linear_attention", "zaya": "hybrid"}
+OTHER_LAYERS = {"jamba": "linear_attention", "minimax": "linear_attention", "zaya": "hybrid"}
 
 
 def refusal(config, folder) -> str:
