@@ -8,7 +8,7 @@ accept.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,14 +29,13 @@ from eagle3.export.fit.gain import Rounds
 from eagle3.export.fit.quantized import Quantized, share_of_quantization
 from eagle3.export.fit.search import Search, Tried
 from eagle3.export.fit.seen import Computed, look_at_all, texts_at_once, written
-from eagle3.export.fit.streamed import in_memory, streamed
+from eagle3.export.fit.streamed import Load, in_memory, streamed
 from eagle3.export.fit.trials import Trials
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, Expected, chance, expected
 from eagle3.export.planning.plan import LARGE, Plan
 from eagle3.export.planning.taps import Taps
 from eagle3.runner.console.command import one_line
 from eagle3.runner.contract import DRAFT_STEP, TARGET_VERIFY, TWO_ROWS
-from eagle3.targets import TapTarget
 
 COMPARED = 3
 """The longest chains on which readings are compared. The files' reading and the best one are also run with the head's
@@ -112,7 +111,7 @@ class Measured:
         start, pieces = time.monotonic(), Pieces(length)
         at_once = texts_at_once(plan.target_config, length)
         slots = length * (len(given) if self.writes else min(at_once, len(given)))
-        self.load: Callable[..., TapTarget] = streamed if self.streamed else in_memory
+        self.load: Load = streamed if self.streamed else in_memory
         target = self.load(plan, slots, self.dtype, lambda shape: WholeText(replace(shape, max_seq_len=slots), pieces))
         self.over = self._computed(given, Computed(target, (), pieces, at_once, self.writes))
         self.seconds = time.monotonic() - start

@@ -5,7 +5,6 @@ The unquantized target wrote the text, so that both are compared after the same 
 them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +15,13 @@ from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.fit.attention import WholeText
 from eagle3.export.fit.cost import recipes_of
 from eagle3.export.fit.seen import Computed, look_at_all
-from eagle3.export.fit.streamed import in_memory
+from eagle3.export.fit.streamed import Load, in_memory
 from eagle3.export.fit.texts import Piece
 from eagle3.export.fit.trials import Trials
 from eagle3.export.fit.verdict import Expected, of_given_text
 from eagle3.export.lowering.backend import Backend, load_backend
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
-from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, with_int8_caches
 
 DTYPE = torch.float32
@@ -60,9 +58,9 @@ class Quantized:
 
 
 @torch.no_grad()
-def share_of_quantization(plan: Plan, over: Computed, load: Callable[..., TapTarget] = in_memory) -> Quantized | None:
+def share_of_quantization(plan: Plan, over: Computed, load: Load) -> Quantized | None:
     """Measure the plan's recipes on a text that the unquantized target has computed, ``over``. Returns None if nothing
-    is quantized. ``load`` is ``in_memory`` or ``streamed``.
+    is quantized. ``load`` loads its target.
 
     Raises ValueError for recipes that quantize on a GPU alone.
     """
@@ -81,9 +79,7 @@ def share_of_quantization(plan: Plan, over: Computed, load: Callable[..., TapTar
     return Quantized(recipes, float(torch.cat(differ).mean()), before, after, backend.dtype != DTYPE)
 
 
-def quantized_target(
-    plan: Plan, over: Computed, backend: Backend, load: Callable[..., TapTarget] = in_memory
-) -> Computed:
+def quantized_target(plan: Plan, over: Computed, backend: Backend, load: Load = in_memory) -> Computed:
     """Return the plan's quantized target with its states of the same text; the same target if the plan does not
     quantize it."""
     if plan.qlinear == "none" and plan.config.qembedding in (None, "none") and not plan.config.int8_caches:

@@ -6,7 +6,7 @@ stays in memory is the embedding, the head and the KV caches. The values are tho
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,9 @@ from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.input_order import INPUT_ORDER
 from eagle3.targets.loading import dequantized
 from eagle3.targets.spec import Convert, Skeleton
+
+Load = Callable[..., TapTarget]
+"""One of the two functions below."""
 
 
 def in_memory(

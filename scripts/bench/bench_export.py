@@ -33,7 +33,7 @@ import click
 from cpu_models import CPU_MODELS, held_by, run_text, save_cpu_target
 from published_heads import HEADS
 from published_widths import gemma4_config, random_weight, save_target
-from transformers import PreTrainedConfig
+from transformers import Gemma4TextConfig, PreTrainedConfig
 
 from eagle3.export.configuration.config import INT4_LAYOUTS, LAUNCH_ORDERS
 from eagle3.runner.artifact.opening import find_model, load_artifact
@@ -189,10 +189,11 @@ def combinations(int4_layouts: tuple[str, ...], launch_orders: tuple[str, ...]) 
     """Return the flags of each artifact by the name of its folder, which says their values."""
     given = {"--int4-layout": int4_layouts, "--launches": launch_orders}
     chosen = {flag: values for flag, values in given.items() if values}
-    every = list(product(*chosen.values()))
-    if len(every) == 1:
-        return {ARTIFACT: [part for pair in zip(chosen, every[0], strict=True) for part in pair]}
-    return {"-".join(values): [part for pair in zip(chosen, values, strict=True) for part in pair] for values in every}
+    flags = {
+        "-".join(values): [part for pair in zip(chosen, values, strict=True) for part in pair]
+        for values in product(*chosen.values())
+    }
+    return flags if len(flags) > 1 else {ARTIFACT: next(iter(flags.values()))}
 
 
 def pack_and_delete(artifact: Path) -> None:
@@ -208,13 +209,17 @@ def measure(
     layers: int, flags: list[str], place: Path, unquantized: bool, draft: str, name: str, with_cost: bool
 ) -> dict:
     """Export a target of ``layers`` layers with a head of the kind ``draft`` for a GPU, into the folder ``name``."""
-    config, target = gemma4_config(layers), place / TARGET
-    if not (target / "config.json").is_file():
-        target.mkdir(parents=True, exist_ok=True)
-        save_target(target, config, unquantized)
-    save_head(place, draft, config)
+    save_for_gpu(place, gemma4_config(layers), draft, unquantized)
     result = exported(place, layers, "gemma4-31B", flags, draft, name)
     return result | ({"cost": cost_of_a_round(place / name)} if with_cost else {})
+
+
+def save_for_gpu(place: Path, config: Gemma4TextConfig, draft: str, unquantized: bool) -> None:
+    """Write target and draft into ``place`` unless they are already there."""
+    if not (place / TARGET / "config.json").is_file():
+        (place / TARGET).mkdir(parents=True, exist_ok=True)
+        save_target(place / TARGET, config, unquantized)
+    save_head(place, draft, config)
 
 
 def save_head(place: Path, kind: str, config: PreTrainedConfig) -> None:
@@ -233,12 +238,12 @@ def measure_on_cpu(
     return result | {"run": run_on_cpu(place / ARTIFACT, "--acceptance", str(acceptance))}
 
 
-def save_for_cpu(place: Path, target: str, config: PreTrainedConfig) -> None:
+def save_for_cpu(place: Path, target: str, config: PreTrainedConfig, draft: str = EAGLE3) -> None:
     """Write target and draft into ``place`` unless they are already there."""
     if not (place / TARGET / "config.json").is_file():
         (place / TARGET).mkdir(parents=True, exist_ok=True)
         save_cpu_target(place / TARGET, target, config, random_weight)
-    save_head(place, EAGLE3, config)
+    save_head(place, draft, config)
 
 
 def exported_for_cpu(place: Path, target: str, layers: int, qlinear: str, max_seq_len: int, *more: str) -> dict:
@@ -261,7 +266,7 @@ def exported(
     command += ["--checkpoint", str(place / TARGET), "--draft", str(place / draft), "--output-dir", str(output)]
     peaks, seconds = watched([*command, *flags])
     record = json.loads((output / "export.json").read_text())
-    weights = [sum(path.stat().st_size for path in (place / name).glob("*.safetensors")) for name in (TARGET, draft)]
+    weights = [sum(file.stat().st_size for file in (place / part).glob("*.safetensors")) for part in (TARGET, draft)]
     return {
         "layers": layers,
         "artifact": name,

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from bench_export import watched
-from cpu_models import CPU_MODELS, save_cpu_target
+from bench_export import FULL_LAYERS, TARGET, save_for_cpu, save_for_gpu, watched
+from cpu_models import CPU_MODELS
 from published_heads import HEADS
-from published_widths import gemma4_config, random_weight, save_target
+from published_widths import gemma4_config
 
 GEMMA4 = "gemma4-31B"
 
@@ -56,22 +56,16 @@ def main(target: str, layers: int | None, draft: str, qlinear: str | None, folde
 
 def save(place: Path, target: str, layers: int | None, draft: str) -> None:
     """Write the checkpoints that are not in ``place`` yet."""
-    given = (layers,) if layers else ()
-    config = gemma4_config(layers or 60) if target == GEMMA4 else CPU_MODELS[target](*given)
-    if not (place / "target").is_dir():
-        (place / "target").mkdir(parents=True)
-        if target == GEMMA4:
-            save_target(place / "target", config, unquantized=True)
-        else:
-            save_cpu_target(place / "target", target, config, random_weight)
-    if not (place / draft).is_dir():
-        HEADS[draft](config).save(place / draft)
+    if target == GEMMA4:
+        save_for_gpu(place, gemma4_config(layers or FULL_LAYERS), draft, unquantized=True)
+    else:
+        save_for_cpu(place, target, CPU_MODELS[target](*([layers] if layers else [])), draft)
 
 
 def measure(place: Path, target: str, draft: str, qlinear: str | None) -> dict[str, Any]:
     """Measure the head, and return seconds, peak memory and what the measurement found."""
     command = [sys.executable, "-m", "eagle3.export.cli", "--fit-only", "--json", "--target-model", target]
-    command += ["--checkpoint", str(place / "target"), "--draft", str(place / draft), "--backend", "xnnpack"]
+    command += ["--checkpoint", str(place / TARGET), "--draft", str(place / draft), "--backend", "xnnpack"]
     command += ["--qlinear", qlinear] if qlinear else []
     with (place / "fit.json").open("w+") as printed:
         peaks, seconds = watched(command, printed)

@@ -1,9 +1,11 @@
-"""Faults in what all recurrent layers share: positions, rings, the commit and the saved state."""
+"""Faults in what recurrent layers share: positions, rings, the commit, the saved state, and the rows of a window."""
 
 import torch
 
 from eagle3.targets import recurrent
-from eagle3.targets.recurrent import RecurrentPositions, RecurrentState, Ring
+from eagle3.targets.gated_delta import GatedDeltaState
+from eagle3.targets.mamba2 import Mamba2State
+from eagle3.targets.recurrent import RecurrentPositions, RecurrentState, Ring, window_masks
 from eagle3.targets.spec import ROLLBACK_ROWS
 
 
@@ -139,6 +141,31 @@ def chunk_keeps_one_row_less(monkeypatch):
         original(self, positions[1:], tuple(each[:, 1:] for each in given), update[:, 1:], earlier)
 
     monkeypatch.setattr(RecurrentState, "_keep", keep)
+
+
+def updates_without_the_rows_before(monkeypatch):
+    """Fault: the triangular system of a window is replaced by the unit matrix."""
+    original = GatedDeltaState._window
+
+    def window(self, given, state, masks):
+        alone = window_masks(torch.arange(1))
+        rows = range(given[0].shape[1])
+        parts = [original(self, tuple(each[:, row : row + 1] for each in given), state, alone) for row in rows]
+        return tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+
+    monkeypatch.setattr(GatedDeltaState, "_window", window)
+
+
+def state_of_the_window_kept(monkeypatch):
+    """Fault: rows that may be rejected change the state."""
+    for rule in (GatedDeltaState, Mamba2State):
+
+        def window(self, given, state, masks, original=rule._window):
+            out, update = original(self, given, state, masks)
+            state.copy_(self._behind(state, given[1], update, given[3]))
+            return out, update
+
+        monkeypatch.setattr(rule, "_window", window)
 
 
 SHARED = (

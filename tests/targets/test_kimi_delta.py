@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from family_configs import family_config
-from recurrent_faults import SHARED, decay_after_the_update, keys_of_the_next_head, undecayed_changes
+from recurrent_faults import (
+    SHARED,
+    decay_after_the_update,
+    keys_of_the_next_head,
+    state_of_the_window_kept,
+    undecayed_changes,
+    updates_without_the_rows_before,
+)
 from recurrent_walk import nan_outside_of_the_states, saved_pair, uninitialized, walk, walk_windows
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 
@@ -20,7 +27,7 @@ from eagle3.export.twin.target import check_target
 from eagle3.targets import TARGETS, kimi_delta, state_mixers
 from eagle3.targets.gated_delta import delta_rule
 from eagle3.targets.kimi_delta import KimiDeltaState
-from eagle3.targets.recurrent import RecurrentPositions, window_masks
+from eagle3.targets.recurrent import RecurrentPositions
 from eagle3.targets.state_mixers import attention_of, mixer_with_state
 
 FAMILIES = ("kimi_linear", "bailing_hybrid")
@@ -150,31 +157,6 @@ def reads_of_the_state_undecayed(monkeypatch):
         return dots, torch.bmm(torch.cat((key, query), dim=1), state)
 
     monkeypatch.setattr(KimiDeltaState, "_products", products)
-
-
-def updates_without_the_rows_before(monkeypatch):
-    """Fault: the triangular system of a window is replaced by the unit matrix."""
-    original = KimiDeltaState._window
-
-    def window(self, given, state, masks):
-        alone = window_masks(torch.arange(1))
-        rows = range(given[0].shape[1])
-        parts = [original(self, tuple(each[:, row : row + 1] for each in given), state, alone) for row in rows]
-        return tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
-
-    monkeypatch.setattr(KimiDeltaState, "_window", window)
-
-
-def state_of_the_window_kept(monkeypatch):
-    """Fault: rows that may be rejected change the state."""
-    original = KimiDeltaState._window
-
-    def window(self, given, state, masks):
-        out, update = original(self, given, state, masks)
-        state.copy_(self._behind(state, given[1], update, given[3]))
-        return out, update
-
-    monkeypatch.setattr(KimiDeltaState, "_window", window)
 
 
 ELSEWHERE = (decay_after_the_update, undecayed_changes, keys_of_the_next_head)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_configs import family_config
-from recurrent_faults import SHARED
+from recurrent_faults import SHARED, state_of_the_window_kept
 from recurrent_walk import nan_outside_of_the_states, saved_pair, uninitialized, walk, walk_windows
 from torch.nn import functional
 from transformers import AutoConfig
@@ -117,18 +117,6 @@ def blocks_without_decay(monkeypatch):
     monkeypatch.setattr(
         Mamba2State, "_between_blocks", lambda self, changes, decay: original(self, changes, torch.zeros_like(decay))
     )
-
-
-def state_of_the_window_kept(monkeypatch):
-    """Fault: rows that may be rejected change the state."""
-    original = Mamba2State._window
-
-    def window(self, given, state, masks):
-        out, update = original(self, given, state, masks)
-        state.copy_(self._behind(state, given[1], update, given[3]))
-        return out, update
-
-    monkeypatch.setattr(Mamba2State, "_window", window)
 
 
 def other_changes_kept_than_computed(monkeypatch):

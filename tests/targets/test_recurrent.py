@@ -2,13 +2,9 @@
 and each fault put in by hand is found."""
 
 import pytest
-import torch
-from recurrent_faults import SHARED
+from recurrent_faults import SHARED, state_of_the_window_kept, updates_without_the_rows_before
 from recurrent_walk import nan_outside_of_the_states, saved_pair, uninitialized, walk, walk_windows
 from transformers import AutoConfig
-
-from eagle3.targets.gated_delta import GatedDeltaState
-from eagle3.targets.recurrent import window_masks
 
 SIZE = {
     "vocab_size": 96,
@@ -69,31 +65,6 @@ def test_a_call_before_the_committed_position_gives_nan(pair):
 def test_uninitialized_states_of_recurrent_layers_are_not_read(pair):
     uninitialized(pair[1])
     assert walk(*pair, steps=8, seed=4) < TOLERANCE
-
-
-def updates_without_the_rows_before(monkeypatch):
-    """Fault: the triangular system of a window is replaced by the unit matrix."""
-    original = GatedDeltaState._window
-
-    def window(self, given, state, masks):
-        alone = window_masks(torch.arange(1))
-        rows = range(given[0].shape[1])
-        parts = [original(self, tuple(each[:, row : row + 1] for each in given), state, alone) for row in rows]
-        return tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
-
-    monkeypatch.setattr(GatedDeltaState, "_window", window)
-
-
-def state_of_the_window_kept(monkeypatch):
-    """Fault: rows that may be rejected change the state."""
-    original = GatedDeltaState._window
-
-    def window(self, given, state, masks):
-        out, update = original(self, given, state, masks)
-        state.copy_(self._behind(state, given[1], update, given[3]))
-        return out, update
-
-    monkeypatch.setattr(GatedDeltaState, "_window", window)
 
 
 FAULTS = (*SHARED, updates_without_the_rows_before, state_of_the_window_kept)

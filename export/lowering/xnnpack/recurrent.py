@@ -27,9 +27,7 @@ class SequentialState(GatedDeltaState):
 
     def _bulk(self, given: Given, state: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value, decay, beta = given
-        inputs = self._for_values(query), self._for_values(key), value, decay.exp(), beta, state
-        out, state = torch.ops.llama.gated_delta_rule(*(each.unsqueeze(0).contiguous() for each in inputs))
-        return out[0], state[0]
+        return _row_by_row(self._for_values(query), self._for_values(key), value, decay.exp(), beta, state)
 
 
 class SequentialKimiState(SequentialState, KimiDeltaState):
@@ -46,17 +44,21 @@ class SequentialKimiState(SequentialState, KimiDeltaState):
         none, every = torch.zeros_like(beta), torch.ones_like(decay)
         doubled = ((key, query), (key, key), (value, value), (decay.exp(), every), (none, beta))
         rows = (torch.stack(pair, dim=2).flatten(1, 2) for pair in doubled)
-        out, _ = torch.ops.llama.gated_delta_rule(*(each.unsqueeze(0).contiguous() for each in (*rows, state)))
-        held, out = out[0].unflatten(1, (-1, 2)).unbind(2)
+        out, _ = _row_by_row(*rows, state)
+        held, out = out.unflatten(1, (-1, 2)).unbind(2)
         return out, (value - held) * beta.unsqueeze(-1)
+
+
+def _row_by_row(*given: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs and the state of ``llama::gated_delta_rule``, which takes a batch: here of one."""
+    out, state = torch.ops.llama.gated_delta_rule(*(each.unsqueeze(0).contiguous() for each in given))
+    return out[0], state[0]
+
+
+ON_THE_CPU = {Ring: InPlaceRing, GatedDeltaState: SequentialState, KimiDeltaState: SequentialKimiState}
 
 
 def use_cpu_recurrence(model: nn.Module) -> None:
     """Make the recurrent layers of ``model`` use ExecuTorch's operators, in place."""
     for module in model.modules():
-        if type(module) is Ring:
-            module.__class__ = InPlaceRing
-        elif type(module) is GatedDeltaState:
-            module.__class__ = SequentialState
-        elif type(module) is KimiDeltaState:
-            module.__class__ = SequentialKimiState
+        module.__class__ = ON_THE_CPU.get(type(module), type(module))
