@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from eagle3.export.checkpoints.gguf_joined import Entry, entries
 from eagle3.export.checkpoints.gguf_names import ARCHITECTURES, UNREAD, Architecture
 from eagle3.export.checkpoints.gguf_reader import open_gguf, text_count
-from eagle3.export.checkpoints.gguf_states import by_rows, input_order, restored, without_dimension
+from eagle3.export.checkpoints.gguf_states import by_rows, input_order, own_shape, restored
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.targets.input_order import INPUT_ORDER
 
@@ -62,32 +63,44 @@ class GGUFFile(Source):
     def headers(self) -> dict[str, TensorHeader]:
         """Return the header of every tensor. Raises ValueError for a tensor of a block type that cannot be read."""
         headers = {}
-        for name, tensor in self._named():
-            kind = tensor.tensor_type.name
-            if kind not in (*_FLOATS, *BLOCKS):
-                raise ValueError(
-                    f"{self.path}: {tensor.name} is {kind}, but only {', '.join((*_FLOATS, *BLOCKS))} are read: "
-                    "name a file of another quantization, such as Q4_K_M"
-                )
-            shape = tuple(reversed(tensor.shape.tolist()))
-            shape = (shape[0], 1, *shape[1:]) if without_dimension(name) else shape
-            headers[name] = TensorHeader(shape, kind, tensor.n_bytes, quantized=kind in BLOCKS)
-            order = input_order(name, self._number)
+        for name, entry in self._entries().items():
+            headers[name] = self._header(name, entry)
+            order = self._input_order(name)
             if order is not None:
                 headers[order[0]] = TensorHeader(order[1].shape, INPUT_ORDER, order[1].nbytes)
         return headers
+
+    def _header(self, name: str, entry: Entry) -> TensorHeader:
+        """Parts of different types are dequantized when they are joined, except those of experts, which no backend
+        keeps quantized."""
+        for tensor in entry.tensors:
+            if tensor.tensor_type.name not in (*_FLOATS, *BLOCKS):
+                raise ValueError(
+                    f"{self.path}: {tensor.name} is {tensor.tensor_type.name}, but only "
+                    f"{', '.join((*_FLOATS, *BLOCKS))} are read: name a file of another quantization, such as Q4_K_M"
+                )
+        shapes = [tuple(reversed(tensor.shape.tolist())) for tensor in entry.tensors]
+        shape = own_shape(name, entry.join.shape(shapes) if entry.join else shapes[0])
+        kind, *others = sorted({tensor.tensor_type.name for tensor in entry.tensors})
+        kind = "F32" if others and len(shape) == 2 else kind
+        return TensorHeader(shape, kind, sum(tensor.n_bytes for tensor in entry.tensors), quantized=kind in BLOCKS)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self.some(lambda _name: True)
 
     def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._named():
+        for name, entry in self._entries().items():
             if not wanted(name):
                 continue
-            order = input_order(name, self._number)
+            order = self._input_order(name)
             if order is not None:
                 yield order
-            yield name, restored(name, self._as_trained(tensor.name, _value(tensor)), self._number)
+            values = [self._as_trained(tensor.name, _value(tensor)) for tensor in entry.tensors]
+            value = entry.join(values, self._number) if entry.join else values[0]
+            yield name, restored(name, value, self._number, self.architecture.tiled_heads)
+
+    def _input_order(self, name: str) -> tuple[str, Tensor] | None:
+        return input_order(name, self._number) if self.architecture.tiled_heads else None
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -152,8 +165,11 @@ class GGUFFile(Source):
             raise ValueError(f"{self.path}: its metadata has no block_count, so it describes no model: copy it again")
         return blocks
 
+    def _entries(self) -> dict[str, Entry]:
+        return entries(self._named(), self.architecture.joins)
+
     def _named(self) -> Iterator[tuple[str, "ReaderTensor"]]:
-        """Yield each tensor with its name in the model."""
+        """Yield each tensor with its name in the model, or its name as a part of such a tensor."""
         architecture, layers = self.field("general.architecture"), self.layers
         names = self.architecture.names(architecture, layers)
         if layers < self._blocks and self.architecture.mtp_names is not None:
@@ -181,10 +197,10 @@ class GGUFFile(Source):
         return value
 
     def _heads(self, key: str, default: int | None = None) -> int:
-        """Return the number of heads. Raises ValueError if layers differ in it: llama.cpp reorders rows only in models
-        in which all layers have the same number."""
+        """Return the number of heads. Raises ValueError if layers with attention differ in it: llama.cpp reorders rows
+        only in models in which all have the same number."""
         found = self.field(f"{{arch}}.{key}")
-        heads = set(found) if isinstance(found, list) else {default if found is None else found}
+        heads = set(found) - {0} if isinstance(found, list) else {default if found is None else found}
         number = heads.pop() if len(heads) == 1 else None
         if number is None:
             raise ValueError(

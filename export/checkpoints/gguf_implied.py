@@ -14,6 +14,8 @@ FULL = "full_attention"
 HARMLESS = ("tensor_data_layout", "rope.scaling.finetuned")
 """Keys that have no effect on the model's output."""
 _MTP_LAYERS = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+_SIGMOID = 2
+"""llama.cpp's number for a router whose scores are sigmoids."""
 _QWEN35_SECTIONS = 11, 11, 10
 """The rope sections of Qwen3.5 where its configuration has none, as llama.cpp's converter writes them."""
 
@@ -39,16 +41,19 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
     heads, one = config.num_attention_heads, full or sliding
     width = getattr(one, "head_dim", None) or config.hidden_size // heads
     narrow = sliding and (getattr(sliding, "head_dim", None) or width)
-    yield Implied("nextn_predict_layers", "num_nextn_predict_layers", _said(config, *_MTP_LAYERS))
+    unsaid = None if config.model_type == "qwen3_next" else 0  # published with an MTP layer that it does not mention
+    yield Implied("nextn_predict_layers", "num_nextn_predict_layers", _said(config, *_MTP_LAYERS, default=unsaid))
     yield Implied("block_count", "num_hidden_layers", config.num_hidden_layers)
     yield Implied("embedding_length", "hidden_size", config.hidden_size)
     yield Implied("feed_forward_length", "intermediate_size", _widths(config))
-    yield Implied("context_length", "max_position_embeddings", config.max_position_embeddings)
+    unbounded = getattr(config, "position_embedding_type", None) == "nope"  # the converter writes 2^20
+    yield Implied("context_length", "max_position_embeddings", None if unbounded else config.max_position_embeddings)
     yield Implied("vocab_size", "vocab_size", config.vocab_size)
     yield Implied("attention.head_count", "num_attention_heads", heads)
     kinds = getattr(config, "layer_types", None) or [""] * len(layers)
+    without_heads = (CONVOLUTION, RECURRENT) if hasattr(config, "mamba_n_heads") else (CONVOLUTION,)
     kv_heads = [
-        0 if kind == CONVOLUTION else getattr(layer, "num_key_value_heads", None) or heads
+        0 if kind in without_heads else getattr(layer, "num_key_value_heads", None) or heads
         for kind, layer in zip(kinds, layers, strict=True)
     ]
     yield Implied("attention.head_count_kv", "num_key_value_heads", kv_heads)
@@ -65,10 +70,12 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
     yield from _ropes(config, width, narrow)
 
 
-def _widths(config: "PreTrainedConfig") -> int | list[int]:
+def _widths(config: "PreTrainedConfig") -> int | list[int] | None:
     """Return the width of the MLPs, or a list of each layer's width if they differ: Gemma 4 E2B's layers that share
-    keys have twice the width."""
-    width = config.intermediate_size
+    keys have twice the width. Return None if all MLPs are experts."""
+    width = getattr(config, "intermediate_size", None)
+    if width is None:
+        return None
     if getattr(config, "block_auto_adjust_ff_dim", False):  # as LFM2's class adjusts it
         width = int((getattr(config, "block_ffn_dim_multiplier", None) or 1) * int(2 * width / 3))
         return -(-width // config.block_multiple_of) * config.block_multiple_of
@@ -78,9 +85,15 @@ def _widths(config: "PreTrainedConfig") -> int | list[int]:
 
 
 def _states(config: "PreTrainedConfig", kinds: list[str]) -> Iterator[Implied]:
-    """Yield the keys for layers with a state: the gated delta rule and short convolutions."""
+    """Yield the keys for layers with a state: the gated delta rule, Mamba 2 and short convolutions."""
     if CONVOLUTION in kinds:
         yield Implied("shortconv.l_cache", "conv_L_cache", config.conv_L_cache)
+    if hasattr(config, "mamba_n_heads"):
+        yield Implied("ssm.conv_kernel", "mamba_d_conv", config.mamba_d_conv)
+        yield Implied("ssm.state_size", "mamba_d_state", config.mamba_d_state)
+        yield Implied("ssm.group_count", "mamba_n_groups", config.mamba_n_groups)
+        yield Implied("ssm.time_step_rank", "mamba_n_heads", config.mamba_n_heads)
+        yield Implied("ssm.inner_size", "mamba_d_head", config.mamba_d_head * config.mamba_n_heads)
     if RECURRENT not in kinds or not hasattr(config, "linear_num_key_heads"):
         return
     values = config.linear_num_value_heads
@@ -107,19 +120,22 @@ def ropes_of(config: "PreTrainedConfig") -> dict[str, dict[str, Any]]:
 
 
 def _scale_field(config: "PreTrainedConfig") -> str:
-    return "query_pre_attn_scalar" if getattr(config, "query_pre_attn_scalar", None) else "head_dim"
+    fields = ("query_pre_attn_scalar", "attention_multiplier")
+    return next((field for field in fields if getattr(config, field, None)), "head_dim")
 
 
 def _scale(config: "PreTrainedConfig", width: int) -> float:
     """Return the factor by which attention scales its scores, as in transformers' classes."""
     if config.model_type == "gemma4_text":
         return 1.0  # the norms of its queries and keys include the factor
+    if multiplier := getattr(config, "attention_multiplier", None):
+        return multiplier
     return (getattr(config, "query_pre_attn_scalar", None) or width) ** -0.5
 
 
-def _said(config: "PreTrainedConfig", *names: str) -> Any:  # noqa: ANN401 - of the type of the configuration's field
-    """Return the first of the fields that the configuration has, 0 if it has none."""
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), 0)
+def _said(config: "PreTrainedConfig", *names: str, default: Any = 0) -> Any:  # noqa: ANN401 - of the field's type
+    """Return the first of the fields that the configuration has, ``default`` if it has none."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
 
 
 def _switches(config: "PreTrainedConfig") -> Iterator[Implied]:
@@ -128,7 +144,7 @@ def _switches(config: "PreTrainedConfig") -> Iterator[Implied]:
     said = partial(_said, config)
     yield Implied("final_logit_softcapping", "final_logit_softcapping", said("final_logit_softcapping"), 0)
     yield Implied("attn_logit_softcapping", "attn_logit_softcapping", said("attn_logit_softcapping"), 0)
-    yield Implied("logit_scale", "logit_scale", said("logit_scale") or 1, 1)
+    yield Implied("logit_scale", "logit_scale", said("logit_scale", "logits_scaling") or 1, 1)
     yield Implied("embedding_scale", "embedding_multiplier", said("embedding_multiplier") or 1)
     yield Implied("residual_scale", "residual_multiplier", said("residual_multiplier") or 1)
     yield Implied("attention.shared_kv_layers", "num_kv_shared_layers", said("num_kv_shared_layers"), 0)
@@ -139,6 +155,10 @@ def _switches(config: "PreTrainedConfig") -> Iterator[Implied]:
     yield Implied("expert_count", "num_experts", experts, 0)
     yield Implied("expert_used_count", "num_experts_per_tok", experts and said("num_experts_per_tok", "top_k_experts"))
     yield Implied("expert_feed_forward_length", "moe_intermediate_size", experts and said("moe_intermediate_size"))
+    shared = said("shared_expert_intermediate_size", "shared_intermediate_size")
+    yield Implied("expert_shared_feed_forward_length", "shared_expert_intermediate_size", shared)
+    yield Implied("leading_dense_block_count", "num_dense_layers", said("num_dense_layers"), 0)
+    yield Implied("expert_gating_func", "model_type", _SIGMOID if config.model_type == "lfm2_moe" else None)
     yield Implied("attention.causal", "is_causal", True)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from eagle3.export.checkpoints.gguf_joined import EXPERTS, MLP, QUERY_TO_GATE, Join
+
 OUTPUT = {"output.weight": "lm_head.weight"}
 """The output layer's GGUF name, and its name in the model; a file without it uses the embedding."""
 UNREAD = frozenset({"rope_freqs.weight"})
@@ -28,12 +30,21 @@ _FUSED_LAYER = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "m
 """transformers' names of a layer's modules in families with fused projections."""
 _DELTA_LAYER = tuple(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"))
 _DELTA_LAYER += ("linear_attn.conv1d", "linear_attn.norm", "linear_attn.out_proj")
+_NEXT_LAYER = (*_DELTA_LAYER, "linear_attn.in_proj_ba")
+_EXPERTS = tuple(f"mlp.experts.{name}" for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"))
+_EXPERTS += ("mlp.gate",)
+_SHARED_EXPERT = tuple(f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+_SHARED_EXPERT += ("mlp.shared_expert_gate",)
 _LFM2_MODEL = ("model.embed_tokens", "model.embedding_norm", "lm_head")
 _LFM2_LAYER = (
     *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj", "q_layernorm", "k_layernorm")),
     *(f"conv.{name}" for name in ("conv", "in_proj", "out_proj")),
     *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "operator_norm", "ffn_norm"),
 )
+_MAMBA_LAYER = tuple(f"mamba.{name}" for name in ("in_proj", "conv1d", "norm", "out_proj"))
+_GRANITE_LAYER = (*(f"self_attn.{name}_proj" for name in "qkvo"), *_MAMBA_LAYER, *_NORMS[:2])
+_STATE = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
+"""The parameters of a recurrent layer that belong to no submodule."""
 
 
 def gemma4_names(architecture: str, layers: int) -> dict[str, str]:
@@ -61,27 +72,54 @@ def transformers_names(
     known = gguf.get_tensor_name_map(kind, layers)
     every = [*of_model, *(f"model.layers.{layer}.{name}" for layer in range(layers) for name in modules)]
     pairs = [(known.get_name(module), module) for module in every]
-    return {
+    names = {
         f"{name}.{part}": f"{module}.{part}"
         for name, module in pairs
         if name is not None
         for part in ("weight", "bias")
     }
+    stacked = (".experts.down_proj.weight", ".experts.gate_up_proj.weight")  # parameters, not modules
+    return {name: own.removesuffix(".weight") if own.endswith(stacked) else own for name, own in names.items()}
 
 
-def delta_names(architecture: str, layers: int) -> dict[str, str]:
+def of_layers(layers: int, names: dict[str, str]) -> dict[str, str]:
+    """Return the names of all layers, given those within one."""
+    pairs = names.items()
+    return {f"blk.{layer}.{name}": f"model.layers.{layer}.{own}" for layer in range(layers) for name, own in pairs}
+
+
+def delta_names(architecture: str, layers: int, modules: tuple[str, ...] = _LAYER + _DELTA_LAYER) -> dict[str, str]:
     """Return transformers' names of a model with layers of the gated delta rule."""
-    own = {"ssm_a": "A_log", "ssm_dt.bias": "dt_bias"}  # parameters that belong to no submodule
-    return transformers_names(architecture, layers, _LAYER + _DELTA_LAYER) | {
-        f"blk.{layer}.{name}": f"model.layers.{layer}.linear_attn.{part}"
-        for layer in range(layers)
-        for name, part in own.items()
-    }
+    own = {name: f"linear_attn.{part}" for name, part in _STATE.items()}
+    return transformers_names(architecture, layers, modules) | of_layers(layers, own)
 
 
-def mtp_names(architecture: str, layers: int, blocks: int) -> dict[str, str]:
+def lfm2_names(architecture: str, layers: int) -> dict[str, str]:
+    """Return transformers' names of LFM2 with or without experts."""
+    modules = _LFM2_LAYER if architecture == "lfm2" else (*_LFM2_LAYER, "feed_forward.gate")
+    own = {"exp_probs_b.bias": "feed_forward.expert_bias"} | _experts_of("feed_forward")
+    return transformers_names(architecture, layers, modules, _LFM2_MODEL) | of_layers(layers, own)
+
+
+def granite_names(architecture: str, layers: int) -> dict[str, str]:
+    """Return transformers' names of Granite 4. The MLP is called a shared one, whether there are experts or not."""
+    own = {name: f"mamba.{part}" for name, part in _STATE.items()} | _experts_of("block_sparse_moe")
+    own["ffn_gate_inp.weight"] = "block_sparse_moe.router.weight"
+    for end in ("", "_shexp"):
+        own |= {f"ffn_{part}{end}.weight": f"shared_mlp.{part}_proj.weight" for part in ("gate", "up")}
+        own[f"ffn_down{end}.weight"] = "shared_mlp.output_linear.weight"
+    return transformers_names(architecture, layers, _GRANITE_LAYER) | of_layers(layers, own)
+
+
+def _experts_of(mlp: str) -> dict[str, str]:
+    """Return the names of a layer's experts, which are a part of ``mlp``."""
+    parts = {f"ffn_{part}_exps.weight": f"{mlp}.experts.{part}_proj.weight" for part in ("gate", "up")}
+    return parts | {"ffn_down_exps.weight": f"{mlp}.experts.down_proj"}
+
+
+def mtp_names(architecture: str, layers: int, blocks: int, modules: tuple[str, ...] = _LAYER) -> dict[str, str]:
     """Return Qwen3.5's own names of its MTP layers, which are the blocks of a file from ``layers`` to ``blocks``."""
-    names = transformers_names(architecture, blocks)
+    names = transformers_names(architecture, blocks, modules)
     found: dict[str, str] = {}
     for block in range(layers, blocks):
         ours, own = f"model.layers.{block}.", f"mtp.layers.{block - layers}."
@@ -106,6 +144,10 @@ class Architecture:
     mtp_names: Callable[[str, int, int], dict[str, str]] | None = None
     """A function of the architecture's name, the number of decoder layers, and that of all blocks, that maps GGUF names
     of the MTP layers; None if those layers are not read."""
+    joins: tuple[Join, ...] = (EXPERTS,)
+    """The tensors that are in several parts in the file."""
+    tiled_heads: bool = False
+    """True if the value heads of a gated delta rule are in llama.cpp's order."""
     cuts_vocabulary: bool = False
     """True if the converter leaves out the last rows of the embedding, which no token uses."""
 
@@ -113,10 +155,27 @@ class Architecture:
 ARCHITECTURES = {
     "gemma4": Architecture(("gemma4_text",), gemma4_names),
     "gemma3": Architecture(("gemma3_text",), norm_shift=1, cuts_vocabulary=True),
-    "lfm2": Architecture(("lfm2",), partial(transformers_names, modules=_LFM2_LAYER, of_model=_LFM2_MODEL)),
+    "granitehybrid": Architecture(("granitemoehybrid",), granite_names, rotary_rows=True, joins=(EXPERTS, MLP)),
+    "lfm2": Architecture(("lfm2",), lfm2_names),
+    "lfm2moe": Architecture(("lfm2_moe",), lfm2_names),
     "llama": Architecture(("llama", "mistral"), rotary_rows=True),
     "phi3": Architecture(("phi3",), partial(transformers_names, modules=_FUSED_LAYER)),
     "qwen2": Architecture(("qwen2",)),
     "qwen3": Architecture(("qwen3",)),
-    "qwen35": Architecture(("qwen3_5_text",), delta_names, norm_shift=1, mtp_names=mtp_names),
+    "qwen3moe": Architecture(("qwen3_moe",), partial(transformers_names, modules=_LAYER + _EXPERTS)),
+    "qwen3next": Architecture(
+        ("qwen3_next",),
+        partial(delta_names, modules=_LAYER + _NEXT_LAYER + _EXPERTS + _SHARED_EXPERT),
+        norm_shift=1,
+        mtp_names=partial(mtp_names, modules=_LAYER + _EXPERTS + _SHARED_EXPERT),
+        joins=(EXPERTS, QUERY_TO_GATE),
+    ),
+    "qwen35": Architecture(("qwen3_5_text",), delta_names, norm_shift=1, mtp_names=mtp_names, tiled_heads=True),
+    "qwen35moe": Architecture(
+        ("qwen3_5_moe_text",),
+        partial(delta_names, modules=_LAYER + _DELTA_LAYER + _EXPERTS + _SHARED_EXPERT),
+        norm_shift=1,
+        mtp_names=partial(mtp_names, modules=_LAYER + _EXPERTS + _SHARED_EXPERT),
+        tiled_heads=True,
+    ),
 }

@@ -1,5 +1,5 @@
-"""Undoes what llama.cpp's converter does to layers that keep a state: the gated delta rule (Qwen3.5), short
-convolutions (LFM2).
+"""Undoes what llama.cpp's converter does to layers that keep a state: the gated delta rule (Qwen3.5), Mamba 2 (Granite
+4), short convolutions (LFM2).
 
 A layer of the gated delta rule has groups of value heads that share a key head. transformers stores the heads of a
 group next to each other; llama.cpp stores the first head of every group, then the second of every group, and so on.
@@ -7,42 +7,44 @@ Rows are put back into transformers' order. The columns of ``out_proj`` are not,
 spans several heads: an input order (``eagle3.targets.input_order``) permutes its input instead.
 """
 
+import math
 import re
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from eagle3.export.checkpoints.gguf_joined import Field
 from eagle3.targets.input_order import INPUT_ORDER
 
-Field = Callable[[str], int]
-"""A function that returns a number of the file's metadata by its key without the architecture's name."""
 _MIXER = re.compile(r"(model\.layers\.\d+\.linear_attn)\.(.+)")
 
 
-def without_dimension(name: str) -> bool:
-    """Return whether a tensor of the model is a convolution's weight [C, 1, taps], which llama.cpp stores as [C,
-    taps]."""
-    return name.endswith((".conv1d.weight", ".conv.conv.weight"))
+def own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a model's tensor that the file stores with ``shape``. llama.cpp drops the dimension 1 of a
+    convolution's weight [C, 1, taps], adds one to the vectors of Mamba 2, and gives its norm a row for each group."""
+    if name.endswith((".conv1d.weight", ".conv.conv.weight")):
+        return shape[0], 1, *shape[1:]
+    return (math.prod(shape),) if name.endswith((".mamba.A_log", ".mamba.D", ".mamba.norm.weight")) else shape
 
 
-def restored(name: str, value: Tensor, number: Field) -> Tensor:
+def restored(name: str, value: Tensor, number: Field, tiled_heads: bool) -> Tensor:
     """Return a tensor of a layer with a state as transformers stores it.
 
     Args:
         name: the model's own name
         value: the tensor as the file stores it, dense or quantized in blocks
         number: looks up the metadata
+        tiled_heads: the file's value heads are in llama.cpp's order
     """
-    if without_dimension(name):
-        value = value.unsqueeze(1)
-    found = _MIXER.fullmatch(name)
-    if found is None:
-        return value
-    part = found[2]
-    if part == "A_log":
+    shape = own_shape(name, value.shape)
+    value = value if shape == value.shape else value.reshape(shape)
+    if name.endswith(".A_log"):
         value = value.neg().log()
-    groups, width = _groups(number)
+    found = _MIXER.fullmatch(name)
+    if found is None or not tiled_heads:
+        return value
+    part, (groups, width) = found[2], _groups(number)
     if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"):
         return by_rows(value, lambda rows: _by_group(rows, groups, 1))
     if part == "in_proj_z.weight":

@@ -1,9 +1,9 @@
-"""Make the golden fixtures under tests/golden/gguf/: tiny models with recurrent layers and short convolutions, and the
-GGUF files that llama.cpp's own converter makes of them.
+"""Make the golden fixtures under tests/golden/gguf/: tiny models with recurrent layers, short convolutions and experts,
+and the GGUF files that llama.cpp's own converter makes of them.
 
 A case is a folder with config.json, model.safetensors and model.gguf, all of random numbers in float32, without a
-tokenizer. ``qwen35`` has an MTP layer. The converter's sources come with llama-cpp-python. In the environment of the
-tests:
+tokenizer. Models with layers of the gated delta rule have an MTP layer. The converter's sources come with
+llama-cpp-python. In the environment of the tests:
 
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36
     tar xzf llama_cpp_python-0.3.36.tar.gz
@@ -22,7 +22,24 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 SIZE: dict[str, Any] = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 SIZE |= {
@@ -31,16 +48,47 @@ SIZE |= {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
-QWEN35 = Qwen3_5TextConfig(
-    **SIZE,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=6,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-)
-LFM2 = Lfm2Config(**SIZE, layer_types=["conv", "full_attention", "conv", "full_attention"], block_multiple_of=16)
+DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+TIED = {"tie_word_embeddings": True}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 20}
+LFM2: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 16}
+GRANITE: dict[str, Any] = {
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "shared_intermediate_size": 20,
+    "attention_multiplier": 0.125,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+    "position_embedding_type": "nope",
+}
+CASES: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
+    "qwen35": (Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SIZE, **DELTA)),
+    "lfm2": (Lfm2ForCausalLM, Lfm2Config(**SIZE, **LFM2)),
+    "lfm2moe": (
+        Lfm2MoeForCausalLM,
+        Lfm2MoeConfig(**SIZE | TIED, **EXPERTS, layer_types=LFM2["layer_types"], num_dense_layers=1),
+    ),
+    "granitehybrid": (GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig(**SIZE, **GRANITE, num_local_experts=4)),
+    "granitehybrid-dense": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(**SIZE, **GRANITE, num_local_experts=0, num_experts_per_tok=0),
+    ),
+    "qwen3moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZE, **EXPERTS, head_dim=16, norm_topk_prob=True)),
+    "qwen35moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**SIZE, **DELTA, **EXPERTS, **SHARED)),
+    "qwen3next": (Qwen3NextForCausalLM, Qwen3NextConfig(**SIZE, **DELTA, **EXPERTS, **SHARED)),
+}
 
 
 def main() -> None:
@@ -49,15 +97,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the fixtures; it is replaced")
     flags = parser.parse_args()
     shutil.rmtree(flags.out, ignore_errors=True)
-    for name, model in (("qwen35", Qwen3_5ForCausalLM(QWEN35)), ("lfm2", Lfm2ForCausalLM(LFM2))):
+    for name, (kind, config) in CASES.items():
         folder = flags.out / name
-        model.save_pretrained(folder)
+        kind(config).save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
         tensors = _randomized(load_file(folder / "model.safetensors"))
-        if name == "qwen35":
+        fields = json.loads((folder / "config.json").read_text())
+        if hasattr(config, "linear_num_value_heads"):
             tensors |= _mtp(tensors)
-            fields = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(fields | {"mtp_num_hidden_layers": 1}, indent=2) + "\n")
+            if name != "qwen3next":  # whose published files say nothing of it
+                fields["mtp_num_hidden_layers"] = 1
+        if name.startswith("granite"):  # as published, where transformers now writes names of its own
+            fields["layer_types"] = GRANITE["layer_types"]
+        (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         _convert(flags.llama_cpp, folder)
 
@@ -85,11 +137,11 @@ def _mtp(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _convert(llama_cpp: Path, folder: Path) -> None:
     """Run the converter in this process, with no tokenizer in place of the model's."""
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
+    from conversion import granite, lfm2, qwen
     from conversion.base import TextModel
-    from conversion.lfm2 import LFM2Model
-    from conversion.qwen import Qwen3_5TextModel
 
-    for kind in (LFM2Model, Qwen3_5TextModel):
+    of_qwen = (qwen.Qwen3MoeModel, qwen.Qwen3NextModel, qwen.Qwen3_5TextModel, qwen.Qwen3_5MoeTextModel)
+    for kind in (lfm2.LFM2Model, lfm2.LFM2MoeModel, granite.GraniteHybridModel, *of_qwen):
         kind.set_vocab = TextModel._set_vocab_none
     sys.argv = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(folder / "model.gguf"), "--outtype", "f32"]
     runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")

@@ -1,18 +1,21 @@
-"""GGUF files of models with recurrent layers and short convolutions, held against those of llama.cpp's converter."""
+"""GGUF files of models with recurrent layers, short convolutions and experts, held against those of llama.cpp's
+converter."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import as_read, qwen35_stored, transformers_gguf, write_gguf
+from executorch.extension.llm.export.gguf import ExportableGGUFTensor
+from gguf_files import as_read, blocks_of, qwen35_stored, transformers_gguf, write_gguf
 from places import GOLDEN
 from random_checkpoints import save_random_draft
-from safetensors.torch import load_file
-from transformers import AutoConfig, Lfm2ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from eagle3.export.checkpoints.gguf_file import GGUFFile
+from eagle3.export.checkpoints.gguf_joined import MLP
 from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.lowering.cuda.weights.quantization import check_quantized_headers
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.plan import make_plan
@@ -22,7 +25,8 @@ from eagle3.targets.input_order import INPUT_ORDER
 from eagle3.targets.loading import is_plain
 from eagle3.targets.state_mixers import token_by_token
 
-CASES = {"qwen35": Qwen3_5ForCausalLM, "lfm2": Lfm2ForCausalLM}
+HYBRIDS = ("qwen35", "lfm2")
+CASES = (*HYBRIDS, "lfm2moe", "granitehybrid", "granitehybrid-dense", "qwen3moe", "qwen35moe", "qwen3next")
 SIZE = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64}
 DELTA = {
     "linear_num_key_heads": 2,
@@ -45,18 +49,22 @@ def in_order(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_tensors_of_llama_cpps_converter_become_those_of_the_checkpoint(case):
+    """MTP layers are no part of transformers' models."""
     file = GGUFFile(GOLDEN / "gguf" / case / "model.gguf")
-    found, own = in_order(dict(file.tensors())), load_file(GOLDEN / "gguf" / case / "model.safetensors")
-    assert found.keys() == own.keys()
+    found, headers = in_order(dict(file.tensors())), file.headers()
+    model = AutoModelForCausalLM.from_pretrained(GOLDEN / "gguf" / case)
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    own = {name: value for name, value in own.items() if name in model.state_dict()}
+    assert {name for name in found if not name.startswith("mtp.")} == own.keys()
     for name, value in own.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)
-        assert file.headers()[name].shape == tuple(value.shape), name
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-6, atol=1e-6, msg=name)
+        assert headers[name].shape == tuple(value.shape), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", HYBRIDS)
 def test_the_helper_of_these_tests_stores_tensors_as_llama_cpps_converter(case, tmp_path):
     golden = GOLDEN / "gguf" / case
-    model = CASES[case].from_pretrained(golden)
+    model = AutoModelForCausalLM.from_pretrained(golden)
     file = GGUFFile(golden / "model.gguf")
     ours = GGUFFile(transformers_gguf(tmp_path / "ours.gguf", model, case, {}))
     for name in (tensor.name for tensor in ours._readers[0].tensors):
@@ -64,13 +72,20 @@ def test_the_helper_of_these_tests_stores_tensors_as_llama_cpps_converter(case, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_metadata_of_llama_cpps_converter_agrees_with_the_configuration(case, tmp_path):
+def test_a_target_of_llama_cpps_converter_equals_transformers(case, tmp_path):
     golden = GOLDEN / "gguf" / case
     config = AutoConfig.from_pretrained(golden)
     flags = {"backend": "xnnpack", "max_seq_len": 64, "config_folder": golden}
     draft = save_random_draft(tmp_path / "draft", config, (1, 2, 3), draft_vocab=24)
     plan = make_plan(ExportConfig("auto", None, golden / "model.gguf", draft, **flags))
     assert {header.dtype for name, header in plan.target_headers.items() if "layers.0" in name} <= {"F32", INPUT_ORDER}
+    target = load_speculator(plan, EagerAttention, torch.float32, xnnpack.conversion(plan)).target
+    model = AutoModelForCausalLM.from_pretrained(golden).eval()
+    tokens = torch.randint(0, 48, (1, 40))
+    with token_by_token(model):
+        expected = model(tokens, use_cache=False).logits
+    state, _ = target(tokens, torch.arange(40), (1,))
+    torch.testing.assert_close(target.logits(state), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +98,14 @@ def test_metadata_of_llama_cpps_converter_agrees_with_the_configuration(case, tm
         ("qwen35", "attention.recurrent_layers", [True, True, True, False, False]),
         ("qwen35", "nextn_predict_layers", 0),
         ("qwen35", "rope.dimension_sections", [8, 8, 0, 0]),
+        ("qwen35moe", "expert_shared_feed_forward_length", 24),
+        ("qwen3moe", "expert_count", 8),
+        ("granitehybrid", "ssm.time_step_rank", 8),
+        ("granitehybrid", "attention.scale", 0.25),
+        ("granitehybrid", "attention.head_count_kv", [2, 2, 0, 0]),
+        ("granitehybrid-dense", "logit_scale", 2.0),
+        ("lfm2moe", "leading_dense_block_count", 2),
+        ("lfm2moe", "expert_gating_func", 1),
         ("lfm2", "shortconv.l_cache", 4),
         ("lfm2", "attention.head_count_kv", [2, 2, 0, 2]),
         ("lfm2", "feed_forward_length", 48),
@@ -92,11 +115,74 @@ def test_metadata_of_another_model_is_refused(case, key, value, tmp_path):
     golden = GOLDEN / "gguf" / case
     file = GGUFFile(golden / "model.gguf")
     tensors = {tensor.name: (file.by_own_name(tensor.name), "F32") for tensor in file._readers[0].tensors}
-    changed = write_gguf(tmp_path / "other.gguf", case, file.own_fields() | {key: value}, tensors)
+    architecture = file.field("general.architecture")
+    changed = write_gguf(tmp_path / "other.gguf", architecture, file.own_fields() | {key: value}, tensors)
     draft = save_random_draft(tmp_path / "draft", AutoConfig.from_pretrained(golden), (1, 2, 3), draft_vocab=24)
     flags = {"backend": "xnnpack", "max_seq_len": 64, "config_folder": golden}
     with pytest.raises(ValueError, match=key):
         make_plan(ExportConfig("auto", None, changed, draft, **flags))
+
+
+def rewritten(path: Path, case: str, kinds: dict[str, str]) -> Path:
+    """Write the file of a case once more, with tensors whose names end in a key of ``kinds`` in that type."""
+    file = GGUFFile(GOLDEN / "gguf" / case / "model.gguf")
+    tensors = {
+        tensor.name: (
+            file.by_own_name(tensor.name),
+            next((kind for end, kind in kinds.items() if tensor.name.endswith(end)), "F32"),
+        )
+        for tensor in file._readers[0].tensors
+    }
+    return write_gguf(path, file.field("general.architecture"), file.own_fields(), tensors)
+
+
+QUANTIZED_EXPERTS = {"ffn_gate_exps.weight": "Q8_0", "ffn_up_exps.weight": "Q5_0"}
+
+
+def plan_of(file: Path, case: str, backend: str):
+    flags = {"backend": backend, "max_seq_len": 64, "config_folder": GOLDEN / "gguf" / case}
+    return make_plan(ExportConfig("auto", None, file, Path("none"), **flags))
+
+
+def test_quantized_experts_are_dequantized_on_the_cpu(tmp_path):
+    file = rewritten(tmp_path / "model.gguf", "qwen3moe", QUANTIZED_EXPERTS)
+    plan = plan_of(file, "qwen3moe", "xnnpack")
+    header = plan.target_headers["model.layers.0.mlp.experts.gate_up_proj"]
+    assert header.quantized and header.shape == (4, 24, 32)
+    found = dict(GGUFFile(file).tensors())["model.layers.0.mlp.experts.gate_up_proj"]
+    own = dict(GGUFFile(GOLDEN / "gguf" / "qwen3moe" / "model.gguf").tensors())
+    gate, up = own["model.layers.0.mlp.experts.gate_up_proj"].chunk(2, 1)
+    for got, dense, kind in ((found[:, :12], gate, "Q8_0"), (found[:, 12:], up, "Q5_0")):
+        assert torch.equal(got.flatten(0, 1), as_read(dense.flatten(0, 1), kind))
+
+
+def test_quantized_experts_are_refused_on_cuda(tmp_path):
+    file = rewritten(tmp_path / "model.gguf", "qwen3moe", QUANTIZED_EXPERTS)
+    plan = plan_of(file, "qwen3moe", "cuda")
+    with pytest.raises(ValueError, match=r"gate_up_proj is Q5_0, but CUDA has no kernel for experts in GGUF's blocks"):
+        check_quantized_headers(plan.target_headers, plan.skeleton)
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K")])
+def test_parts_of_one_quantized_type_stay_quantized(kinds):
+    parts = [torch.randn(6, 256), torch.randn(4, 256)]
+    values = [
+        ExportableGGUFTensor(torch.from_numpy(blocks_of(part, kind)), kind.lower(), torch.float32)
+        for part, kind in zip(parts, kinds, strict=True)
+    ]
+    joined = MLP(values, lambda key: 0)
+    assert is_plain(joined) == (kinds[0] != kinds[1])
+    dense = joined if is_plain(joined) else joined.dequantize(torch.float32)
+    assert torch.equal(dense, torch.cat([as_read(part, kind) for part, kind in zip(parts, kinds, strict=True)]))
+
+
+def test_a_file_with_two_tensors_of_one_name_is_refused(tmp_path):
+    file = GGUFFile(GOLDEN / "gguf" / "granitehybrid" / "model.gguf")
+    tensors = {t.name: (file.by_own_name(t.name), "F32") for t in file._readers[0].tensors}
+    tensors["blk.0.ffn_down.weight"] = tensors["blk.0.ffn_down_shexp.weight"]
+    twice = write_gguf(tmp_path / "model.gguf", "granitehybrid", file.own_fields(), tensors)
+    with pytest.raises(ValueError, match=r"output_linear.weight is blk.0.ffn_down_shexp.weight and blk.0.ffn_down"):
+        GGUFFile(twice).headers()
 
 
 def made(folder: Path):
@@ -138,8 +224,9 @@ def test_a_target_of_quantized_blocks_equals_transformers_with_the_same_weights(
     torch.testing.assert_close(target.logits(state), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_mtp_layer_in_the_file_is_the_checkpoints(tmp_path):
-    golden = GOLDEN / "gguf" / "qwen35"
+@pytest.mark.parametrize("case", ["qwen35", "qwen35moe", "qwen3next"])
+def test_an_mtp_layer_in_the_file_is_the_checkpoints(case, tmp_path):
+    golden = GOLDEN / "gguf" / case
     for file in ("model.safetensors", "config.json"):
         shutil.copy(golden / file, tmp_path / file)
     heads = []

@@ -34,13 +34,17 @@ class LayerTensors(Source):
         return self._source.files()
 
     def headers(self) -> dict[str, TensorHeader]:
-        """Return the headers by the head's names. Raises ValueError for an expert that is missing or of another
-        shape."""
+        """Return the headers by the head's names. Experts are single or already merged. Raises ValueError for an expert
+        that is missing, and for experts of another shape."""
         found, parts = {}, {}
         for name, header in self._source.headers().items():
             own = self._names.get(name)
             if own in self._conversion.parts:
                 parts[own] = header
+            elif own in self._conversion.replaced:
+                place, _ = self._conversion.replaced[own]
+                self._check_shape(own, header, tuple(self._conversion.own[own].shape))
+                found[_head_name(place)] = TensorHeader(self._shapes[place], header.dtype, header.bytes)
             elif own is not None:
                 found[_head_name(own)] = header
         return found | self._merged(parts)
@@ -61,15 +65,18 @@ class LayerTensors(Source):
                 header, place = parts.get(name), _head_name(name)
                 if header is None:
                     raise ValueError(f"{self.path}: its MTP layer lacks {place}: is a shard missing?")
-                if header.shape != part.shape:
-                    raise ValueError(
-                        f"{self.path}: {place} of its MTP layer is {list(header.shape)}, but config.json implies "
-                        f"{list(part.shape)}"
-                    )
+                self._check_shape(name, header, part.shape)
                 own, _ = self._conversion.replaced[part.target]
                 size = merged[_head_name(own)].bytes if _head_name(own) in merged else 0
                 merged[_head_name(own)] = TensorHeader(self._shapes[own], header.dtype, size + header.bytes)
         return merged
+
+    def _check_shape(self, own: str, header: TensorHeader, shape: tuple[int, ...]) -> None:
+        if header.shape != shape:
+            raise ValueError(
+                f"{self.path}: {_head_name(own)} of its MTP layer is {list(header.shape)}, but config.json implies "
+                f"{list(shape)}"
+            )
 
 
 def _head_name(own: str) -> str:

@@ -91,6 +91,11 @@ def check_quantized_headers(headers: dict[str, TensorHeader], skeleton: Skeleton
     """Raise ValueError for a weight of a quantized checkpoint that CUDA has no layout for."""
     embeddings = {f"{name}.weight" for name, m in skeleton.model.named_modules() if isinstance(m, nn.Embedding)}
     for name, header in headers.items():
+        if header.dtype in BLOCKS and len(header.shape) == 3:
+            raise ValueError(
+                f"{name} is {header.dtype}, but CUDA has no kernel for experts in GGUF's blocks: name the model's "
+                "Hugging Face folder, whose experts become INT4, or type --backend xnnpack"
+            )
         if header.dtype in BLOCKS and header.dtype not in K_QUANTS:
             raise ValueError(
                 f"{name} is {header.dtype}, but {', '.join(K_QUANTS)} are the quantized types of GGUF that CUDA has "
