@@ -237,3 +237,15 @@ def test_an_mtp_layer_in_the_file_is_the_checkpoints(case, tmp_path):
     assert heads[0].keys() == heads[1].keys()
     for name, value in heads[0].items():
         torch.testing.assert_close(heads[1][name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_merged_experts_of_another_shape_in_an_mtp_layer_are_refused(tmp_path):
+    golden = GOLDEN / "gguf" / "qwen35moe"
+    file = GGUFFile(golden / "model.gguf")
+    tensors = {t.name: (file.by_own_name(t.name), "F32") for t in file._readers[0].tensors}
+    for name in ("blk.4.ffn_gate_exps.weight", "blk.4.ffn_up_exps.weight"):
+        tensors[name] = tensors[name][0][:3].contiguous(), "F32"
+    changed = write_gguf(tmp_path / "model.gguf", "qwen35moe", file.own_fields(), tensors)
+    flags = {"backend": "xnnpack", "max_seq_len": 64, "config_folder": golden}
+    with pytest.raises(ValueError, match=r"layers.0.mlp.experts.gate_up_proj of its MTP layer is \[3, 24, 32\]"):
+        make_plan(ExportConfig("auto", None, changed, Path("mtp"), **flags))
