@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from eagle3.export.checkpoints import pickled, safetensors_folder
+from eagle3.export.checkpoints.float_folder import FloatFolder
 from eagle3.export.checkpoints.fp8_folder import Fp8Folder
 from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.checkpoints.json_fields import read_object
@@ -12,7 +13,15 @@ from eagle3.export.checkpoints.pickled import PickledFolder
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.export.checkpoints.source import Source
 
-SOURCES: tuple[type[Source], ...] = (GGUFFile, Mxfp4Folder, Fp8Folder, PackedFolder, SafetensorsFolder, PickledFolder)
+SOURCES: tuple[type[Source], ...] = (
+    GGUFFile,
+    Mxfp4Folder,
+    Fp8Folder,
+    FloatFolder,
+    PackedFolder,
+    SafetensorsFolder,
+    PickledFolder,
+)
 WEIGHTS_KEY = "transformers_weights"
 """The key of ``config.json`` that tells transformers to load weights from a file with an unusual name."""
 

@@ -55,7 +55,8 @@ class Fp8Folder(SafetensorsFolder):
                 if name.removesuffix(SCALES) in self._coded and name.endswith(SCALES):
                     continue
                 if wanted(name):
-                    yield name, self._decoded(read(name), read(name + SCALES)) if name in self._coded else read(name)
+                    coded = name in self._coded
+                    yield name, scaled(read(name), read(name + SCALES), self.block) if coded else read(name)
 
     def tensor(self, name: str) -> Tensor:
         for _, tensor in self.some(lambda each: each == name):
@@ -83,11 +84,13 @@ class Fp8Folder(SafetensorsFolder):
                 )
         return coded
 
-    def _decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the weight in float32. The last block of a row or column may be narrower."""
-        rows, columns = codes.shape[-2:]
-        spread = scales.float().repeat_interleave(self.block[0], -2)[..., :rows, :]
-        return codes.float() * spread.repeat_interleave(self.block[1], -1)[..., :columns]
+
+def scaled(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return codes [..., N, K] times the scales of their blocks, in float32. ``block`` has the rows and columns of a
+    block; the last one of a row or column may be narrower."""
+    rows, columns = codes.shape[-2:]
+    spread = scales.float().repeat_interleave(block[0], -2)[..., :rows, :]
+    return codes.float() * spread.repeat_interleave(block[1], -1)[..., :columns]
 
 
 def _block(file: Path, config: dict[str, Any]) -> tuple[int, int]:

@@ -155,7 +155,7 @@ def scheme(**weights):
         (scheme(symmetric=True), "has weight_zero_point, but quantization_config says symmetric: true"),
         (scheme() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme, which quantizes the KV cache"),
         (scheme() | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config, which rotates"),
-        (scheme() | {"format": "nvfp4-pack-quantized"}, 'format "nvfp4-pack-quantized", but only pack-quantized'),
+        (scheme() | {"format": "int-quantized"}, 'format "int-quantized", but only pack-quantized'),
         (scheme() | {"config_groups": {}}, "no config_groups"),
         (
             scheme() | {"config_groups": {"a": {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}}},

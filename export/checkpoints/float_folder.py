@@ -1,0 +1,175 @@
+"""A folder of safetensors with linears in FP8 or NVFP4, as NVIDIA's Model Optimizer and llm-compressor write them.
+
+An FP8 weight has codes in E4M3 and a scale for the whole weight, for each row, or for each block. An NVFP4 weight has
+codes of 4 bits (E2M1), an E4M3 scale for each 16 of them along a row, and a float32 scale for the whole weight, by
+which llm-compressor divides and Model Optimizer multiplies (``compressors/nvfp4`` of compressed-tensors 0.20; vLLM's
+``modelopt.py``).
+
+Products are computed in float32. Servers that keep the codes also round the inputs of these linears, so their tokens
+may differ.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle3.export.checkpoints.fp8_folder import CODES, SCALE_DTYPES, scaled
+from eagle3.export.checkpoints.packed import ANOTHER
+from eagle3.export.checkpoints.packed_folder import described
+from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
+from eagle3.export.checkpoints.source import TensorHeader
+
+MODEL_OPTIMIZER, COMPRESSED_TENSORS = "modelopt", "compressed-tensors"  # transformers' names
+FORMATS = ("float-quantized", "nvfp4-pack-quantized")
+"""The formats of compressed-tensors that are read here."""
+FP8, NVFP4 = "FP8", "NVFP4"
+GROUP = 16
+"""The columns that share a scale in NVFP4."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of the codes from 0 to 7. The codes from 8 to 15 have these values with the other sign."""
+UNREAD = ("input_scale", "input_global_scale", "k_scale", "v_scale")
+"""The last parts of the names of tensors that round inputs and caches, which the export does not do."""
+
+
+class Coded(NamedTuple):
+    """The names and the shapes of one weight's parts."""
+
+    kind: str
+    codes: str
+    scales: str
+    whole: str | None
+    """The scale of the whole weight, in NVFP4."""
+    divides: bool
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    """The rows and columns that share one of the scales."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.codes, self.scales) if self.whole is None else (self.codes, self.scales, self.whole)
+
+
+class FloatFolder(SafetensorsFolder):
+    """Joins the parts of each weight in FP8 or NVFP4 into ``X.weight`` in float32. Other tensors stay as they are."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        _, self.config = described(path) or ("", {})
+        for field, meaning in (
+            ("transform_config", "rotates weights and activations, a computation that the export lacks"),
+            ("sparsity_config", "stores the weights without their zeros, a format that is not read"),
+        ):
+            value = self.config.get(field)
+            if value and not (isinstance(value, dict) and value.get("format") == "dense"):
+                file = path / "config.json"
+                raise ValueError(f"{file}: quantization_config has a {field}, which {meaning}: {ANOTHER}")
+
+    @staticmethod
+    def recognizes(path: Path) -> bool:
+        _, config = described(path) or ("", {})
+        method = config.get("quant_method")
+        return method == MODEL_OPTIMIZER or (method == COMPRESSED_TENSORS and config.get("format") in FORMATS)
+
+    def headers(self) -> dict[str, TensorHeader]:
+        found = {name: header for name, header in self._raw.items() if not _is_unread(name)}
+        for name, coded in self._coded.items():
+            stored = sum(found.pop(part).bytes for part in coded.parts)
+            found[name] = TensorHeader(coded.shape, "F32", stored)
+        return found
+
+    def notes(self) -> list[str]:
+        kinds = sorted({coded.kind for coded in self._coded.values()})
+        caches = any(name.endswith((".k_scale", ".v_scale")) for name in self._raw)
+        also = " and keys and values" if caches else ""
+        return [
+            f"{len(self._coded)} weights are in {' and '.join(kinds)} and are dequantized as they are read; a server "
+            f"that keeps these formats also rounds the inputs of these linears{also}, so its tokens may differ"
+        ]
+
+    def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        parts = {part for coded in self._coded.values() for part in coded.parts}
+        with self._opened() as read:
+            for name in self._raw:
+                if name not in parts and not _is_unread(name) and wanted(name):
+                    yield name, read(name)
+            for name, coded in self._coded.items():
+                if wanted(name):
+                    yield name, _decoded(coded, read)
+
+    def tensor(self, name: str) -> Tensor:
+        for _, tensor in self.some(lambda each: each == name):
+            return tensor
+        return super().tensor(name)
+
+    @cached_property
+    def _coded(self) -> dict[str, Coded]:
+        """Map the name of each weight to its parts. Raises ValueError for parts that do not fit each other."""
+        found = {}
+        for name, header in self._raw.items():
+            linear, _, part = name.rpartition(".")
+            if part == "weight_packed" or (part == "weight" and header.dtype in ("U8", CODES)):
+                found[f"{linear}.weight"] = self._coded_of(linear, name, header)
+        return found
+
+    def _coded_of(self, linear: str, codes: str, header: TensorHeader) -> Coded:
+        scales = self._part(codes, f"{linear}.weight_scale")
+        rows, columns = header.shape if len(header.shape) == 2 else (0, 0)
+        if header.dtype == "U8":
+            divides = codes.endswith("weight_packed")
+            whole = f"{linear}.weight_global_scale" if divides else f"{linear}.weight_scale_2"
+            shape, block = (rows, 2 * columns), (1, GROUP)
+            fits = scales.dtype == CODES and self._part(codes, whole).elements == 1
+            coded = Coded(NVFP4, codes, f"{linear}.weight_scale", whole, divides, shape, block)
+        else:
+            shape, block = (rows, columns), self._block(rows, columns, scales)
+            fits = scales.dtype in SCALE_DTYPES
+            coded = Coded(FP8, codes, f"{linear}.weight_scale", None, False, shape, block)
+        blocks = -(-shape[0] // block[0]) * -(-shape[1] // block[1]) if rows and columns else 0
+        if not fits or scales.elements != blocks:
+            raise ValueError(
+                f"{self.path}: {codes} is {header.dtype} {list(header.shape)} with scales {scales.dtype} "
+                f"{list(scales.shape)}, which is neither NVFP4 nor FP8 with a scale for a weight, a row or a block: "
+                f"{ANOTHER}"
+            )
+        return coded
+
+    def _part(self, codes: str, name: str) -> TensorHeader:
+        if name not in self._raw:
+            raise ValueError(f"{self.path} has {codes}, but {name} is not there: is a shard missing?")
+        return self._raw[name]
+
+    def _block(self, rows: int, columns: int, scales: TensorHeader) -> tuple[int, int]:
+        """Return the rows and columns that share an FP8 scale."""
+        if scales.elements == 1:
+            return rows, columns
+        groups: dict[str, Any] = self.config.get("config_groups") or {}
+        for group in groups.values():
+            found = (group.get("weights") or {}).get("block_structure")
+            if isinstance(found, list) and len(found) == 2 and len(scales.shape) == 2 and scales.shape[1] > 1:
+                return found[0], found[1]
+        return 1, columns
+
+
+def _is_unread(name: str) -> bool:
+    return name.rpartition(".")[2] in UNREAD
+
+
+def _decoded(coded: Coded, read: Callable[[str], Tensor]) -> Tensor:
+    codes, scales = read(coded.codes), read(coded.scales).float()
+    if coded.whole is not None:
+        whole = read(coded.whole).float()
+        scales = scales / whole if coded.divides else scales * whole
+        codes = e2m1(codes)
+    blocks = -(-coded.shape[0] // coded.block[0]), -(-coded.shape[1] // coded.block[1])
+    return scaled(codes, scales.view(blocks), coded.block)
+
+
+def e2m1(packed: Tensor) -> Tensor:
+    """Return float32 [N, 2 * K] of codes in bytes, uint8 [N, K], the first code of a byte in its low half."""
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    return values[codes.int()]
