@@ -14,6 +14,12 @@ FULL = "full_attention"
 HARMLESS = ("tensor_data_layout", "rope.scaling.finetuned")
 """Keys that have no effect on the model's output."""
 _MTP_LAYERS = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+_MAMBA = "mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head"
+_NEMOTRON = "conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads", "mamba_head_dim"
+"""The fields of Mamba 2: taps, size of a state, groups, heads, width of a head."""
+_MLPS = "mlp", "moe"
+"""The kinds of Nemotron-H's layers that have neither attention nor a state."""
+_SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
 _SIGMOID = 2
 """llama.cpp's number for a router whose scores are sigmoids."""
 _QWEN35_SECTIONS = 11, 11, 10
@@ -46,12 +52,12 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
     yield Implied("block_count", "num_hidden_layers", config.num_hidden_layers)
     yield Implied("embedding_length", "hidden_size", config.hidden_size)
     yield Implied("feed_forward_length", "intermediate_size", _widths(config))
-    unbounded = getattr(config, "position_embedding_type", None) == "nope"  # the converter writes 2^20
+    unbounded = _has_mamba(config) and not _rotates(config)  # the converter writes 2^20
     yield Implied("context_length", "max_position_embeddings", None if unbounded else config.max_position_embeddings)
     yield Implied("vocab_size", "vocab_size", config.vocab_size)
     yield Implied("attention.head_count", "num_attention_heads", heads)
-    kinds = getattr(config, "layer_types", None) or [""] * len(layers)
-    without_heads = (CONVOLUTION, RECURRENT) if hasattr(config, "mamba_n_heads") else (CONVOLUTION,)
+    kinds = getattr(config, "layer_types", None) or _blocks(config) or [""] * len(layers)
+    without_heads = (CONVOLUTION, *((RECURRENT, *_MLPS) if _has_mamba(config) else ()))
     kv_heads = [
         0 if kind in without_heads else getattr(layer, "num_key_value_heads", None) or heads
         for kind, layer in zip(kinds, layers, strict=True)
@@ -60,8 +66,9 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
     for part in ("key", "value"):
         yield Implied(f"attention.{part}_length", "head_dim", width)
         yield Implied(f"attention.{part}_length_swa", "head_dim", narrow)
-    epsilon = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
-    yield Implied("attention.layer_norm_rms_epsilon", epsilon, getattr(config, epsilon))
+    epsilon = next(name for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if hasattr(config, name))
+    for kind in ("layer_norm_rms_epsilon", "layer_norm_epsilon"):
+        yield Implied(f"attention.{kind}", epsilon, getattr(config, epsilon))
     yield Implied("attention.sliding_window", "sliding_window", max(windows))
     yield Implied("attention.sliding_window_pattern", "layer_types", [bool(window) for window in windows])
     yield Implied("attention.scale", _scale_field(config), _scale(config, width))
@@ -76,6 +83,10 @@ def _widths(config: "PreTrainedConfig") -> int | list[int] | None:
     width = getattr(config, "intermediate_size", None)
     if width is None:
         return None
+    blocks = _blocks(config)
+    if set(_MLPS) & set(blocks):  # an MLP is a layer of its own
+        by_kind = dict(zip(_MLPS, (width, getattr(config, "moe_intermediate_size", 0)), strict=True))
+        return [by_kind.get(kind, 0) for kind in blocks]
     if getattr(config, "block_auto_adjust_ff_dim", False):  # as LFM2's class adjusts it
         width = int((getattr(config, "block_ffn_dim_multiplier", None) or 1) * int(2 * width / 3))
         return -(-width // config.block_multiple_of) * config.block_multiple_of
@@ -88,12 +99,12 @@ def _states(config: "PreTrainedConfig", kinds: list[str]) -> Iterator[Implied]:
     """Yield the keys for layers with a state: the gated delta rule, Mamba 2 and short convolutions."""
     if CONVOLUTION in kinds:
         yield Implied("shortconv.l_cache", "conv_L_cache", config.conv_L_cache)
-    if hasattr(config, "mamba_n_heads"):
-        yield Implied("ssm.conv_kernel", "mamba_d_conv", config.mamba_d_conv)
-        yield Implied("ssm.state_size", "mamba_d_state", config.mamba_d_state)
-        yield Implied("ssm.group_count", "mamba_n_groups", config.mamba_n_groups)
-        yield Implied("ssm.time_step_rank", "mamba_n_heads", config.mamba_n_heads)
-        yield Implied("ssm.inner_size", "mamba_d_head", config.mamba_d_head * config.mamba_n_heads)
+    if _has_mamba(config):
+        names = _MAMBA if hasattr(config, "mamba_n_heads") else _NEMOTRON
+        conv, state, groups, heads, width = (getattr(config, name) for name in names)
+        sizes = (("conv_kernel", conv), ("state_size", state), ("group_count", groups), ("time_step_rank", heads))
+        for name, (key, value) in zip(names, (*sizes, ("inner_size", heads * width)), strict=True):
+            yield Implied(f"ssm.{key}", name, value)
     if RECURRENT not in kinds or not hasattr(config, "linear_num_key_heads"):
         return
     values = config.linear_num_value_heads
@@ -106,6 +117,14 @@ def _states(config: "PreTrainedConfig", kinds: list[str]) -> Iterator[Implied]:
     yield Implied("full_attention_interval", "full_attention_interval", _interval(kinds))
 
 
+def _blocks(config: "PreTrainedConfig") -> list[str]:
+    return getattr(config, "layers_block_type", None) or []
+
+
+def _has_mamba(config: "PreTrainedConfig") -> bool:
+    return hasattr(config, _MAMBA[3]) or hasattr(config, _NEMOTRON[3])
+
+
 def _interval(kinds: list[str]) -> int | None:
     """Return the number n if every n-th layer, and no other, has full attention; None for another pattern."""
     first = kinds.index(FULL) + 1 if FULL in kinds else 0
@@ -113,9 +132,13 @@ def _interval(kinds: list[str]) -> int | None:
     return first if regular else None
 
 
+def _rotates(config: "PreTrainedConfig") -> bool:
+    return bool(getattr(config, "rope_parameters", None)) and getattr(config, "position_embedding_type", "") != "nope"
+
+
 def ropes_of(config: "PreTrainedConfig") -> dict[str, dict[str, Any]]:
-    """Return the rope parameters of each kind of layer; both kinds may have the same ones."""
-    given = config.rope_parameters
+    """Return the rope parameters of each kind of layer; both kinds may have the same ones. Nemotron-H has none."""
+    given = getattr(config, "rope_parameters", None) or {}
     return {kind: given.get(kind, given) for kind in (FULL, "sliding_attention")}
 
 
@@ -152,11 +175,18 @@ def _switches(config: "PreTrainedConfig") -> Iterator[Implied]:
         "embedding_length_per_layer_input", "hidden_size_per_layer_input", said("hidden_size_per_layer_input")
     )
     experts = said("num_experts", "num_local_experts", "n_routed_experts")
+    if "mlp" in _blocks(config) and "moe" not in _blocks(config):  # the class has a default for them
+        experts = 0
     yield Implied("expert_count", "num_experts", experts, 0)
     yield Implied("expert_used_count", "num_experts_per_tok", experts and said("num_experts_per_tok", "top_k_experts"))
     yield Implied("expert_feed_forward_length", "moe_intermediate_size", experts and said("moe_intermediate_size"))
-    shared = said("shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = said(*_SHARED_WIDTHS)
     yield Implied("expert_shared_feed_forward_length", "shared_expert_intermediate_size", shared)
+    yield Implied("expert_shared_count", "n_shared_experts", experts and said("n_shared_experts"), 0)
+    yield Implied("expert_group_count", "n_group", said("n_group"), 0)
+    yield Implied("expert_group_used_count", "topk_group", said("topk_group"), 0)
+    yield Implied("expert_weights_norm", "norm_topk_prob", said("norm_topk_prob", default=None) if experts else None)
+    yield Implied("expert_weights_scale", "routed_scaling_factor", (experts and said("routed_scaling_factor")) or 1, 1)
     yield Implied("leading_dense_block_count", "num_dense_layers", said("num_dense_layers"), 0)
     yield Implied("expert_gating_func", "model_type", _SIGMOID if config.model_type == "lfm2_moe" else None)
     yield Implied("attention.causal", "is_causal", True)

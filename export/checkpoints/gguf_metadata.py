@@ -193,6 +193,8 @@ def _check_rope_factors(file: GGUFFile, config: "PreTrainedConfig", folder: Path
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope, factors = ropes_of(config)["full_attention"], file.by_own_name("rope_freqs.weight")
+    if not rope and factors is None:
+        return
     kind: str = rope.get("rope_type", "default")
     expected: torch.Tensor | None = None
     # linear and yarn have metadata keys instead of divisors

@@ -43,6 +43,7 @@ _LFM2_LAYER = (
 )
 _MAMBA_LAYER = tuple(f"mamba.{name}" for name in ("in_proj", "conv1d", "norm", "out_proj"))
 _GRANITE_LAYER = (*(f"self_attn.{name}_proj" for name in "qkvo"), *_MAMBA_LAYER, *_NORMS[:2])
+_NEMOTRON_STATE = {"in": "in_proj", "conv1d": "conv1d", "norm": "norm", "out": "out_proj"}
 _STATE = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
 """The parameters of a recurrent layer that belong to no submodule."""
 
@@ -111,6 +112,21 @@ def granite_names(architecture: str, layers: int) -> dict[str, str]:
     return transformers_names(architecture, layers, _GRANITE_LAYER) | of_layers(layers, own)
 
 
+def nemotron_names(_architecture: str, layers: int) -> dict[str, str]:
+    """Return transformers' names of Nemotron-H. A layer is one mixer with a norm: Mamba 2, attention, an MLP, or
+    experts without gates."""
+    mixer = _STATE | {f"ssm_{name}.weight": f"{own}.weight" for name, own in _NEMOTRON_STATE.items()}
+    mixer |= {f"attn_{part}.weight": f"{part}_proj.weight" for part in "qkv"} | {"attn_output.weight": "o_proj.weight"}
+    mixer |= {"ssm_conv1d.bias": "conv1d.bias", "exp_probs_b.bias": "gate.e_score_correction_bias"}
+    mixer |= {"ffn_gate_inp.weight": "gate.weight"}
+    for part in ("up", "down"):
+        mixer |= {f"ffn_{part}.weight": f"{part}_proj.weight", f"ffn_{part}_exps.weight": f"experts.{part}_proj"}
+        mixer[f"ffn_{part}_shexp.weight"] = f"shared_experts.{part}_proj.weight"
+    model = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
+    own = {name: f"mixer.{part}" for name, part in mixer.items()} | {"attn_norm.weight": "norm.weight"}
+    return model | OUTPUT | of_layers(layers, own)
+
+
 def _experts_of(mlp: str) -> dict[str, str]:
     """Return the names of a layer's experts, which are a part of ``mlp``."""
     parts = {f"ffn_{part}_exps.weight": f"{mlp}.experts.{part}_proj.weight" for part in ("gate", "up")}
@@ -159,6 +175,8 @@ ARCHITECTURES = {
     "lfm2": Architecture(("lfm2",), lfm2_names),
     "lfm2moe": Architecture(("lfm2_moe",), lfm2_names),
     "llama": Architecture(("llama", "mistral"), rotary_rows=True),
+    "nemotron_h": Architecture(("nemotron_h",), nemotron_names, rotary_rows=True),
+    "nemotron_h_moe": Architecture(("nemotron_h",), nemotron_names, rotary_rows=True),
     "phi3": Architecture(("phi3",), partial(transformers_names, modules=_FUSED_LAYER)),
     "qwen2": Architecture(("qwen2",)),
     "qwen3": Architecture(("qwen3",)),

@@ -1,5 +1,5 @@
 """Undoes what llama.cpp's converter does to layers that keep a state: the gated delta rule (Qwen3.5), Mamba 2 (Granite
-4), short convolutions (LFM2).
+4, Nemotron-H), short convolutions (LFM2).
 
 A layer of the gated delta rule has groups of value heads that share a key head. transformers stores the heads of a
 group next to each other; llama.cpp stores the first head of every group, then the second of every group, and so on.
@@ -17,6 +17,7 @@ from torch import Tensor
 from eagle3.export.checkpoints.gguf_joined import Field
 from eagle3.targets.input_order import INPUT_ORDER
 
+_VECTORS = tuple(f".{mixer}.{part}" for mixer in ("mamba", "mixer") for part in ("A_log", "D", "norm.weight"))
 _MIXER = re.compile(r"(model\.layers\.\d+\.linear_attn)\.(.+)")
 
 
@@ -25,7 +26,7 @@ def own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     convolution's weight [C, 1, taps], adds one to the vectors of Mamba 2, and gives its norm a row for each group."""
     if name.endswith((".conv1d.weight", ".conv.conv.weight")):
         return shape[0], 1, *shape[1:]
-    return (math.prod(shape),) if name.endswith((".mamba.A_log", ".mamba.D", ".mamba.norm.weight")) else shape
+    return (math.prod(shape),) if name.endswith(_VECTORS) else shape
 
 
 def restored(name: str, value: Tensor, number: Field, tiled_heads: bool) -> Tensor:

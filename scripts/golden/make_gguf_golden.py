@@ -29,6 +29,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
@@ -73,6 +75,21 @@ GRANITE: dict[str, Any] = {
     "logits_scaling": 3.0,
     "position_embedding_type": "nope",
 }
+NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "head_dim": 8,
+    "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+DENSE_NEMOTRON = NEMOTRON | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]}
 CASES: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
     "qwen35": (Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SIZE, **DELTA)),
     "lfm2": (Lfm2ForCausalLM, Lfm2Config(**SIZE, **LFM2)),
@@ -85,6 +102,8 @@ CASES: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
         GraniteMoeHybridForCausalLM,
         GraniteMoeHybridConfig(**SIZE, **GRANITE, num_local_experts=0, num_experts_per_tok=0),
     ),
+    "nemotron_h": (NemotronHForCausalLM, NemotronHConfig(**SIZE, **DENSE_NEMOTRON)),
+    "nemotron_h_moe": (NemotronHForCausalLM, NemotronHConfig(**SIZE, **NEMOTRON)),
     "qwen3moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZE, **EXPERTS, head_dim=16, norm_topk_prob=True)),
     "qwen35moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**SIZE, **DELTA, **EXPERTS, **SHARED)),
     "qwen3next": (Qwen3NextForCausalLM, Qwen3NextConfig(**SIZE, **DELTA, **EXPERTS, **SHARED)),
@@ -109,6 +128,8 @@ def main() -> None:
                 fields["mtp_num_hidden_layers"] = 1
         if name.startswith("granite"):  # as published, where transformers now writes names of its own
             fields["layer_types"] = GRANITE["layer_types"]
+        if name.startswith("nemotron"):
+            fields["layers_block_type"] = (NEMOTRON if name.endswith("moe") else DENSE_NEMOTRON)["layers_block_type"]
         (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         _convert(flags.llama_cpp, folder)
@@ -136,13 +157,20 @@ def _mtp(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _convert(llama_cpp: Path, folder: Path) -> None:
     """Run the converter in this process, with no tokenizer in place of the model's."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "conversion"]:
+        del sys.modules[name]
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
-    from conversion import granite, lfm2, qwen
-    from conversion.base import TextModel
+    from conversion import granite, lfm2, nemotron, qwen
+    from conversion.base import ModelBase, TextModel
 
     of_qwen = (qwen.Qwen3MoeModel, qwen.Qwen3NextModel, qwen.Qwen3_5TextModel, qwen.Qwen3_5MoeTextModel)
-    for kind in (lfm2.LFM2Model, lfm2.LFM2MoeModel, granite.GraniteHybridModel, *of_qwen):
+    for kind in (lfm2.LFM2Model, lfm2.LFM2MoeModel, granite.GraniteHybridModel, nemotron.NemotronHModel, *of_qwen):
         kind.set_vocab = TextModel._set_vocab_none
+    if folder.name == "nemotron_h":  # its configuration in transformers has fields of experts that no file had
+        fields = json.loads((folder / "config.json").read_text())
+        fields = {key: value for key, value in fields.items() if "expert" not in key and key != "moe_intermediate_size"}
+        fields["hybrid_override_pattern"] = "M*-M"  # the published form of layers_block_type
+        ModelBase.load_hparams = staticmethod(lambda *_, **__: dict(fields))
     sys.argv = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(folder / "model.gguf"), "--outtype", "f32"]
     runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")
 

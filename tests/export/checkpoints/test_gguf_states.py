@@ -26,7 +26,8 @@ from eagle3.targets.loading import is_plain
 from eagle3.targets.state_mixers import token_by_token
 
 HYBRIDS = ("qwen35", "lfm2")
-CASES = (*HYBRIDS, "lfm2moe", "granitehybrid", "granitehybrid-dense", "qwen3moe", "qwen35moe", "qwen3next")
+CASES = (*HYBRIDS, "lfm2moe", "granitehybrid", "granitehybrid-dense", "nemotron_h", "nemotron_h_moe")
+CASES += ("qwen3moe", "qwen35moe", "qwen3next")
 SIZE = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64}
 DELTA = {
     "linear_num_key_heads": 2,
@@ -104,6 +105,12 @@ def test_a_target_of_llama_cpps_converter_equals_transformers(case, tmp_path):
         ("granitehybrid", "attention.scale", 0.25),
         ("granitehybrid", "attention.head_count_kv", [2, 2, 0, 0]),
         ("granitehybrid-dense", "logit_scale", 2.0),
+        ("nemotron_h", "feed_forward_length", [0, 48, 48, 0]),
+        ("nemotron_h", "attention.layer_norm_epsilon", 1e-6),
+        ("nemotron_h_moe", "expert_weights_scale", 1.0),
+        ("nemotron_h_moe", "expert_weights_norm", False),
+        ("nemotron_h_moe", "attention.head_count_kv", [0, 2, 2, 0]),
+        ("nemotron_h_moe", "ssm.inner_size", 48),
         ("lfm2moe", "leading_dense_block_count", 2),
         ("lfm2moe", "expert_gating_func", 1),
         ("lfm2", "shortconv.l_cache", 4),
