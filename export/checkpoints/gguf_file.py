@@ -63,7 +63,7 @@ class GGUFFile(Source):
     def headers(self) -> dict[str, TensorHeader]:
         """Return the header of every tensor. Raises ValueError for a tensor of a block type that cannot be read."""
         headers = {}
-        for name, entry in self._entries().items():
+        for name, entry in self._entries.items():
             headers[name] = self._header(name, entry)
             order = self._input_order(name)
             if order is not None:
@@ -89,7 +89,7 @@ class GGUFFile(Source):
         return self.some(lambda _name: True)
 
     def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-        for name, entry in self._entries().items():
+        for name, entry in self._entries.items():
             if not wanted(name):
                 continue
             order = self._input_order(name)
@@ -165,6 +165,7 @@ class GGUFFile(Source):
             raise ValueError(f"{self.path}: its metadata has no block_count, so it describes no model: copy it again")
         return blocks
 
+    @cached_property
     def _entries(self) -> dict[str, Entry]:
         return entries(self._named(), self.architecture.joins)
 

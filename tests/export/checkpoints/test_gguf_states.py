@@ -143,6 +143,18 @@ def rewritten(path: Path, case: str, kinds: dict[str, str]) -> Path:
     return write_gguf(path, file.field("general.architecture"), file.own_fields(), tensors)
 
 
+def test_experts_that_the_converter_fused_are_the_same(tmp_path):
+    file = GGUFFile(GOLDEN / "gguf" / "qwen35moe" / "model.gguf")
+    tensors = {tensor.name: (file.by_own_name(tensor.name), "F32") for tensor in file._readers[0].tensors}
+    for name in [name for name in tensors if name.endswith("ffn_gate_exps.weight")]:
+        parts = [tensors.pop(name.replace("gate", part))[0] for part in ("gate", "up")]
+        tensors[name.replace("gate", "gate_up")] = torch.cat(parts, 1), "F32"
+    fused = GGUFFile(write_gguf(tmp_path / "model.gguf", "qwen35moe", file.own_fields(), tensors))
+    found, own = dict(fused.tensors()), dict(file.tensors())
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[name], value) for name, value in own.items())
+
+
 QUANTIZED_EXPERTS = {"ffn_gate_exps.weight": "Q8_0", "ffn_up_exps.weight": "Q5_0"}
 
 
