@@ -172,10 +172,9 @@ def skeleton(config: Gemma4TextConfig, max_seq_len: int) -> Skeleton:
     dense."""
     if not is_dense(config):
         unfilled = decoder_layers.skeleton(config, max_seq_len)
-        known = set(unfilled.model.state_dict())
 
         def key_map(name: str) -> str | None:  # names from a GGUF file have ExecuTorch's form
-            return f"model.{name}" if f"model.{name}" in known else unfilled.key_map(name)
+            return unfilled.key_map(f"model.{name}") or unfilled.key_map(name)
 
         return replace(unfilled, key_map=key_map)
     with no_init_weights(), torch.device("meta"):

@@ -43,14 +43,24 @@ _LFM2_LAYER = (
 )
 _MAMBA_LAYER = tuple(f"mamba.{name}" for name in ("in_proj", "conv1d", "norm", "out_proj"))
 _GRANITE_LAYER = (*(f"self_attn.{name}_proj" for name in "qkvo"), *_MAMBA_LAYER, *_NORMS[:2])
+_GEMMA4_EXPERTS = {
+    "post_ffw_norm_1.weight": "post_feedforward_layernorm_1.weight",
+    "pre_ffw_norm_2.weight": "pre_feedforward_layernorm_2.weight",
+    "post_ffw_norm_2.weight": "post_feedforward_layernorm_2.weight",
+    "ffn_gate_inp.weight": "router.proj.weight",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
 _NEMOTRON_STATE = {"in": "in_proj", "conv1d": "conv1d", "norm": "norm", "out": "out_proj"}
 _STATE = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
 """The parameters of a recurrent layer that belong to no submodule."""
 
 
 def gemma4_names(architecture: str, layers: int) -> dict[str, str]:
-    """Map GGUF names to transformers' names without ``model.``: ExecuTorch's map, and the tensors of per-layer inputs.
-    ExecuTorch's map has no tensors of experts."""
+    """Map GGUF names to transformers' names without ``model.``: ExecuTorch's map, and the tensors of per-layer inputs
+    and of experts."""
     from executorch.examples.models.gemma4_31b.gguf_loader import _KEY_MAP, gguf_to_model_key
 
     patterns = [(pattern, range(layers) if "{}" in pattern else (None,)) for pattern in _KEY_MAP]
@@ -58,8 +68,9 @@ def gemma4_names(architecture: str, layers: int) -> dict[str, str]:
     inputs = transformers_names(
         architecture, layers, _PER_LAYER_INPUT, tuple(f"model.{name}" for name in _PER_LAYER_INPUTS)
     )
-    inputs = {name: own.removeprefix("model.") for name, own in inputs.items()}
-    return {name: gguf_to_model_key(name) for name in names} | inputs | OUTPUT
+    others = inputs | of_layers(layers, _GEMMA4_EXPERTS)
+    others = {name: own.removeprefix("model.") for name, own in others.items()}
+    return {name: gguf_to_model_key(name) for name in names} | others | OUTPUT
 
 
 def transformers_names(

@@ -23,6 +23,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
@@ -89,6 +91,19 @@ NEMOTRON: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }
+GEMMA4: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 64,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 12,
+}
 DENSE_NEMOTRON = NEMOTRON | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]}
 CASES: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
     "qwen35": (Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SIZE, **DELTA)),
@@ -102,6 +117,7 @@ CASES: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
         GraniteMoeHybridForCausalLM,
         GraniteMoeHybridConfig(**SIZE, **GRANITE, num_local_experts=0, num_experts_per_tok=0),
     ),
+    "gemma4-moe": (Gemma4ForCausalLM, Gemma4TextConfig(**SIZE | TIED, **GEMMA4)),
     "nemotron_h": (NemotronHForCausalLM, NemotronHConfig(**SIZE, **DENSE_NEMOTRON)),
     "nemotron_h_moe": (NemotronHForCausalLM, NemotronHConfig(**SIZE, **NEMOTRON)),
     "qwen3moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZE, **EXPERTS, head_dim=16, norm_topk_prob=True)),
@@ -160,19 +176,29 @@ def _convert(llama_cpp: Path, folder: Path) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "conversion"]:
         del sys.modules[name]
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
-    from conversion import granite, lfm2, nemotron, qwen
+    from conversion import gemma, granite, lfm2, nemotron, qwen
     from conversion.base import ModelBase, TextModel
 
     of_qwen = (qwen.Qwen3MoeModel, qwen.Qwen3NextModel, qwen.Qwen3_5TextModel, qwen.Qwen3_5MoeTextModel)
-    for kind in (lfm2.LFM2Model, lfm2.LFM2MoeModel, granite.GraniteHybridModel, nemotron.NemotronHModel, *of_qwen):
+    for kind in (
+        gemma.Gemma4Model,
+        lfm2.LFM2Model,
+        lfm2.LFM2MoeModel,
+        granite.GraniteHybridModel,
+        nemotron.NemotronHModel,
+        *of_qwen,
+    ):
         kind.set_vocab = TextModel._set_vocab_none
     if folder.name == "nemotron_h":  # its configuration in transformers has fields of experts that no file had
         fields = json.loads((folder / "config.json").read_text())
         fields = {key: value for key, value in fields.items() if "expert" not in key and key != "moe_intermediate_size"}
         fields["hybrid_override_pattern"] = "M*-M"  # the published form of layers_block_type
         ModelBase.load_hparams = staticmethod(lambda *_, **__: dict(fields))
+    tokenizer = folder / "tokenizer.json"  # of which the converter of Gemma counts the tokens
+    tokenizer.write_text(json.dumps({"model": {"vocab": list(range(SIZE["vocab_size"]))}, "added_tokens": []}))
     sys.argv = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(folder / "model.gguf"), "--outtype", "f32"]
     runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")
+    tokenizer.unlink()
 
 
 if __name__ == "__main__":
