@@ -191,7 +191,8 @@ def _convert(llama_cpp: Path, folder: Path) -> None:
         kind.set_vocab = TextModel._set_vocab_none
     if folder.name == "nemotron_h":  # its configuration in transformers has fields of experts that no file had
         fields = json.loads((folder / "config.json").read_text())
-        fields = {key: value for key, value in fields.items() if "expert" not in key and key != "moe_intermediate_size"}
+        of_experts = ("moe_intermediate_size", "n_group", "topk_group")
+        fields = {key: value for key, value in fields.items() if "expert" not in key and key not in of_experts}
         fields["hybrid_override_pattern"] = "M*-M"  # the published form of layers_block_type
         ModelBase.load_hparams = staticmethod(lambda *_, **__: dict(fields))
     tokenizer = folder / "tokenizer.json"  # of which the converter of Gemma counts the tokens
