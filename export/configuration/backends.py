@@ -76,7 +76,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "eagle3.export.lowering.cuda.backend",
         dtype="bfloat16",
         flags=frozenset({"cuda_arch", "int4_layout", "kv_cache", "launches"}),
-        states=frozenset({DELTA_RULE, MAMBA_2, SHORT_CONVOLUTION}),
+        states=frozenset({DELTA_RULE, KIMI_DELTA, MAMBA_2, SHORT_CONVOLUTION}),
         recipes=CUDA_RECIPES,
         quantizes=True,
         fuses_below=math.inf,

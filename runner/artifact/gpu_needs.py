@@ -14,12 +14,15 @@ from eagle3.runner.artifact.record import read_export
 from eagle3.runner.contract import LAUNCHES, SPECULATE, TARGET_VERIFY, WORKSPACE
 from eagle3.runner.hardware.gpus import BY_ARCH, CONTEXT_BYTES, excesses
 
+CACHES = ("cache", "kept_state")
+"""Parts of the names of what a run keeps: KV caches, and the states of recurrent and convolution layers."""
+
 
 def gpu_memory(model: Path, tables: Iterable[WeightTable]) -> dict[str, Any]:
     """Return the bytes of ``weights``, ``caches``, ``workspace``, ``context`` and their ``total``. ``workspace`` is
     None if the exporter did not record it."""
     kept = {key: weight for table in tables for key, weight in table.storages().items() if weight.device == "cuda"}
-    caches = sum(weight.storage_bytes for weight in kept.values() if "cache" in weight.name)
+    caches = sum(weight.storage_bytes for weight in kept.values() if any(name in weight.name for name in CACHES))
     found = {
         "weights": sum(weight.storage_bytes for weight in kept.values()) - caches,
         "caches": caches,

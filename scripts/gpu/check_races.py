@@ -1,9 +1,9 @@
 """Runs the launches of a CUDA artifact's methods by Triton's interpreter under the tests' race detector, without a GPU.
 
 ARTIFACT is made by tests/helpers/cuda_artifact.py. Every method is called with several numbers of rows, at positions
-where the rings of sliding windows wrap. Each launch runs in all ORDERS of its programs, and the results are compared
-bit for bit. The script prints the accesses that overlap by design, with the reason, and the races found; it exits with
-1 if there are any races.
+where the rings of sliding windows or of recurrent layers wrap. Each launch runs in all ORDERS of its programs, and the
+results are compared bit for bit. The script prints the accesses that overlap by design, with the reason, and the races
+found; it exits with 1 if there are any races.
 
     python tests/helpers/cuda_artifact.py /tmp/artifact
     python scripts/gpu/check_races.py /tmp/artifact
@@ -42,16 +42,22 @@ RING = 128
 
 
 def calls(session: TorchSession, wanted: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    """Make each call with half of its rows before the end of a ring buffer, and yield a description of the call."""
+    """Make each call with half of its rows before the end of a ring buffer, and yield a description of the call.
+
+    Of recurrent layers only the last rows can be computed again: the first call begins at position 0, and every other
+    one at the last row of the call before.
+    """
     torch.manual_seed(1)
-    feature = None
+    feature, end = None, 1
     for name, counts in wanted.items():
         if name not in session._methods:  # an artifact without --with-decode, or without --with-forward
             continue
         least, most = session._rows[name]
         for rows in dict.fromkeys(min(max(count, least), most) for count in counts):
-            at = torch.arange(RING - rows // 2, RING - rows // 2 + rows)
-            tokens = torch.randint(3, 800, (1, rows))
+            first = RING - rows // 2 if session.metadata.rollback_rows is None else end - 1
+            at = torch.arange(first, first + rows)
+            end = end if name == DRAFT_DECODE else first + rows
+            tokens = torch.randint(3, min(800, session.metadata.vocab_size), (1, rows))
             given = (feature.expand(1, rows, -1).contiguous(),) if name == DRAFT_DECODE else ()
             outputs = [each.cpu() for each in session._call(name, tokens, *given, at)]
             if any(each.is_floating_point() and not each.isfinite().all() for each in outputs):

@@ -136,16 +136,17 @@ def int8_experts_of(kernel: object) -> None:
     int8_experts._launch_experts(kernel, x, codes, scales, zeros, bias, chosen)
 
 
-def recurs(rows: int, delta: bool = True) -> Callable:
-    """Return a launch of rows of 4 heads of 128 x 128, or of the committed rows of a chunk: of the gated delta rule or
-    of Mamba 2."""
+def recurs(rows: int, delta: bool = True, channels: bool = False) -> Callable:
+    """Return a launch of rows of 4 heads of 128 x 128, or of the committed rows of a chunk: of the gated delta rule,
+    of Kimi's (``channels``) or of Mamba 2."""
 
     def floats(*shape: int) -> torch.Tensor:
         return on_meta(*shape, dtype=torch.float32)
 
     keys, values, each, state = floats(2, rows, 128), floats(4, rows, 128), floats(4, rows), floats(4, 128, 128)
-    changes, at = floats(1, recurrent.SLOTS, 1, 6 * 128 + 4), on_meta(1, dtype=torch.int64)
-    given, other = (keys, keys, values, each, each if delta else None, state), MagicMock()
+    decay = values if channels else each
+    changes, at = floats(1, recurrent.SLOTS, 1, 6 * 128 + decay[:, 0].numel()), on_meta(1, dtype=torch.int64)
+    given, other = (keys, keys, values, decay, each if delta else None, state), MagicMock()
     if rows <= recurrent.BLOCK:
         return lambda kernel: recurrent.launch_rows(kernel, *given, changes, at, at, values)
     rest = state, changes, at, at, on_meta(1, dtype=torch.bool), values
@@ -167,6 +168,8 @@ KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
     "advance": (advance._advance_kernel, advances),
     "recurrent rows": (recurrent._recurrent_rows_kernel, recurs(4)),
     "rows of Mamba 2": (recurrent._recurrent_rows_kernel, recurs(4, delta=False)),
+    "rows of Kimi": (recurrent._recurrent_rows_kernel, recurs(4, channels=True)),
+    "chunk of Kimi": (recurrent._recurrent_chunk_kernel, recurs(128, channels=True)),
     "chunk of Mamba 2": (recurrent._recurrent_chunk_kernel, recurs(128, delta=False)),
     "recurrent chunk": (recurrent._recurrent_chunk_kernel, recurs(128)),
     "int4": (int4.int4_small_m_kernel, product(int4._launch_int4, 4, INT4)),

@@ -1,5 +1,5 @@
-"""The calls of a runner on one recurrent layer, whose rows the kernels compute: of the gated delta rule or of Mamba 2.
-The rules' definitions in float64 give the right outputs."""
+"""The calls of a runner on one recurrent layer, whose rows the kernels compute: of the gated delta rule, of Kimi's or
+of Mamba 2. The rules' definitions in float64 give the right outputs."""
 
 import random
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ CLOSE = 5e-6
 KEY_HEADS, HEADS, D_K = 2, 4, 24  # no power of 2
 
 Rows = list[Tensor | None]
-"""Query, key, value, decay and, of the gated delta rule, beta."""
+"""Query, key, value, decay and, of the delta rules, beta."""
 
 
 class Rule(NamedTuple):
@@ -24,9 +24,18 @@ class Rule(NamedTuple):
 
     delta: bool
     d_v: int = 24  # more columns than a program has
+    channels: bool = False
+    """True if each key channel has a log decay of its own."""
+    strongest: float = 1.0
+    """The largest decay of a row. Beyond 1 most decays are far smaller, and beta is 1."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row of the ring."""
+        return KEY_HEADS * D_K + HEADS * self.d_v + HEADS * (D_K if self.channels else 1)
 
     def rows(self, count: int, seed: int) -> Rows:
-        """Return random rows. Every fifth key equals the one before it."""
+        """Return random rows. Every fifth key equals the one before it; with strong decays every second one too."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal(heads: int, width: int) -> Tensor:
@@ -35,6 +44,11 @@ class Rule(NamedTuple):
         query, key = (torch.nn.functional.normalize(normal(KEY_HEADS, D_K), dim=-1) for _ in range(2))
         key[:, 4::5] = key[:, 3::5][:, : key[:, 4::5].shape[1]]
         decay, beta = (torch.rand(HEADS, count, generator=generator) for _ in range(2))
+        if self.channels:
+            decay = torch.rand(HEADS, count, D_K, generator=generator)
+        if self.strongest > 1:
+            decay, beta = self.strongest * decay**8, torch.ones_like(beta)
+            key[:, 1::2] = key[:, ::2][:, : key[:, 1::2].shape[1]]
         return [query, key, normal(HEADS, self.d_v), -decay, beta if self.delta else None]
 
     def expected(self, rows: Rows) -> Tensor:
@@ -43,7 +57,7 @@ class Rule(NamedTuple):
         query, key = (each.repeat_interleave(HEADS // KEY_HEADS, 0) for each in (query, key))
         state, outs = torch.zeros(HEADS, D_K, self.d_v).double(), []
         for t in range(key.shape[1]):
-            state = state * decay[:, t, None, None].exp()
+            state = state * decay[:, t].reshape(HEADS, -1, 1).exp()
             update = value[:, t]
             if beta is not None:
                 update = beta[:, t, None] * (update - torch.einsum("hkv,hk->hv", state, key[:, t]))
@@ -58,7 +72,7 @@ class Layer:
     def __init__(self, rule: Rule):
         size = HEADS, D_K, rule.d_v
         self.state, self.saved = torch.full(size, torch.nan), torch.full(size, torch.nan)
-        self.changes = torch.full((1, kernels.SLOTS, 1, KEY_HEADS * D_K + HEADS * rule.d_v + HEADS), torch.nan)
+        self.changes = torch.full((1, kernels.SLOTS, 1, rule.width), torch.nan)
         self.committed, self.position_saved = 0, 0
 
     def __call__(self, rows: Rows, first: int) -> Tensor:

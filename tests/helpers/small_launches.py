@@ -31,6 +31,7 @@ from eagle3.export.lowering.cuda.kernels import (
     large_m,
     record_layout,
     recurrent,
+    recurrent_block,
     small_m,
     sums,
 )
@@ -152,15 +153,16 @@ def int8_experts_of(rows: int) -> None:
     int8_experts._launch_experts(kernel, x, *weights, chosen)
 
 
-def recur(rows: int, first: int, committed: int, delta: bool = True) -> None:
+def recur(rows: int, first: int, committed: int, delta: bool = True, decays: int = 1) -> None:
     """Launch rows of 4 heads of which two share a key head, or a chunk if there are more than 16, and the advance of
-    the committed position: of the gated delta rule or of Mamba 2."""
+    the committed position: of the gated delta rule, of Kimi's (24 ``decays``) or of Mamba 2."""
     torch.manual_seed(rows)
     query, key, value = torch.randn(2, rows, 24), torch.randn(2, rows, 24), torch.randn(4, rows, 40)
     query, key = (each / each.norm(dim=-1, keepdim=True) for each in (query, key))
-    decay, beta, state = -torch.rand(4, rows), torch.rand(4, rows), torch.randn(4, 24, 40)
-    changes = torch.randn(1, recurrent.SLOTS, 1, 2 * 24 + 4 * 40 + 4)
-    changes[..., -4:] *= 0.1
+    decay, beta, state = -torch.rand(4, rows, decays), torch.rand(4, rows), torch.randn(4, 24, 40)
+    decay = decay if decays > 1 else decay[..., 0]
+    changes = torch.randn(1, recurrent.SLOTS, 1, 2 * 24 + 4 * 40 + 4 * decays)
+    changes[..., -4 * decays :] *= 0.1
     at, out = (torch.tensor([first]), torch.tensor([committed])), torch.empty(4, rows, 40)
     given = query, key, value, decay, beta if delta else None, state
     from_saved = torch.tensor([False]) if rows > ROLLBACK_ROWS else None
@@ -222,10 +224,12 @@ SMALL = {
     "int4 records, many rows": Small(int4_records_large, LARGE_M),
     "int8, many rows": Small(int8_large, LARGE_M),
     "K-quants, many rows": Small(k_quant_large, LARGE_M),
-    "recurrent rows": Small(lambda: recur(16, 40, 24), (recurrent, advance)),
-    "recurrent chunk": Small(lambda: recur(41, 30, 19), (recurrent, advance)),
-    "rows of Mamba 2": Small(lambda: recur(16, 40, 24, delta=False), (recurrent, advance)),
-    "chunk of Mamba 2": Small(lambda: recur(41, 30, 19, delta=False), (recurrent, advance)),
+    "recurrent rows": Small(lambda: recur(16, 40, 24), (recurrent, recurrent_block, advance)),
+    "recurrent chunk": Small(lambda: recur(41, 30, 19), (recurrent, recurrent_block, advance)),
+    "rows of Mamba 2": Small(lambda: recur(16, 40, 24, delta=False), (recurrent, recurrent_block, advance)),
+    "chunk of Mamba 2": Small(lambda: recur(41, 30, 19, delta=False), (recurrent, recurrent_block, advance)),
+    "rows of Kimi": Small(lambda: recur(16, 40, 24, decays=24), (recurrent, recurrent_block, advance)),
+    "chunk of Kimi": Small(lambda: recur(41, 30, 19, decays=24), (recurrent, recurrent_block, advance)),
     "attention": Small(lambda: attend(3, 200, 256), ATTENTION),
     "attention in one part": Small(lambda: attend(17, 31, 600), ATTENTION),
     "attention, a window": Small(lambda: attend(3, 300, 512, 256), ATTENTION),

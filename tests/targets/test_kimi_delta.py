@@ -2,6 +2,7 @@
 hand is found."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_
 
 from eagle3.export import ExportConfig
 from eagle3.export.checkpoints.target_config import read_target_config
+from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.lowering.xnnpack.recurrent import use_cpu_recurrence
 from eagle3.export.planning.methods import check_states
 from eagle3.export.twin.shrink import shrink
@@ -224,8 +226,12 @@ def test_the_published_configuration_is_read_and_shrunk(tmp_path):
     assert small.layer_types == ["linear_attention"] * 3 + ["full_attention"]
 
 
-def test_cuda_refuses_kimi_in_a_line():
-    config = ExportConfig("auto", checkpoint=Path("target"), draft="none", backend="cuda")
-    with pytest.raises(ValueError, match=r"has layers with Kimi's delta attention.*type --backend xnnpack") as refused:
-        check_states(config, family_config("kimi_linear"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_backend_computes_kimi_or_refuses_it_in_a_line(name, backend, monkeypatch):
+    config = ExportConfig("auto", checkpoint=Path("target"), draft="none", backend=backend)
+    check_states(config, family_config(name))
+    monkeypatch.setitem(BACKENDS, backend, replace(BACKENDS[backend], states=frozenset()))
+    with pytest.raises(ValueError, match=r"has layers with Kimi's delta attention.*type --backend \w+") as refused:
+        check_states(config, family_config(name))
     assert "\n" not in str(refused.value)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from eagle3.export.lowering.cuda.kernels.advance import advance
 from eagle3.export.lowering.cuda.kernels.recurrent import SLOTS, recurrent_chunk, recurrent_rows
 from eagle3.targets.gated_delta import GatedDeltaState
+from eagle3.targets.kimi_delta import KimiDeltaState
 from eagle3.targets.mamba2 import Mamba2State
 from eagle3.targets.recurrent import Given, RecurrentPositions, RecurrentRows, RecurrentState, Ring
 
@@ -40,6 +41,10 @@ class CudaGatedDeltaState(KernelState, GatedDeltaState):
     """A state of the gated delta rule."""
 
 
+class CudaKimiDeltaState(KernelState, KimiDeltaState):
+    """A state of Kimi's delta rule, whose channels have decays."""
+
+
 class CudaMamba2State(KernelState, Mamba2State):
     """A state of Mamba 2."""
 
@@ -55,7 +60,11 @@ class CudaRecurrentPositions(RecurrentPositions):
         return valid != 0
 
 
-STATES: dict[type[nn.Module], Any] = {GatedDeltaState: CudaGatedDeltaState, Mamba2State: CudaMamba2State}
+STATES: dict[type[nn.Module], Any] = {
+    GatedDeltaState: CudaGatedDeltaState,
+    KimiDeltaState: CudaKimiDeltaState,
+    Mamba2State: CudaMamba2State,
+}
 """The classes of states, by those that they replace."""
 
 

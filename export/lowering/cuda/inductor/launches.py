@@ -341,7 +341,8 @@ def state_bytes(constants: Mapping[str, int], values: Mapping[str, int]) -> int:
 
 def block_products(constants: Mapping[str, int], values: Mapping[str, int]) -> Products | None:
     """Return the work of a recurrent chunk's kernel, from its arguments; None for any other kernel. An iteration of its
-    loop is a block of rows, and its products have three terms each."""
+    loop is a block of rows, and its products have three terms each. Decays of channels make a loop within it, which is
+    counted once, as in the machine code."""
     if "DOUBLINGS" not in constants or "KEY_HEADS" not in constants:
         return None
     block, width, columns = constants["BLOCK"], constants["BLOCK_K"], constants["COLUMNS"]
@@ -349,6 +350,7 @@ def block_products(constants: Mapping[str, int], values: Mapping[str, int]) -> P
     by_all_warps = 0
     if constants["DELTA"]:  # keys by keys and by the state, and an inverse
         by_keys += block * block * width + block * width * columns
+        by_keys += block * block * width if constants["DECAYS"] > 1 else 0  # decays by ones
         by_all_warps = 2 * (constants["DOUBLINGS"] - 1) * block**3 * CHUNK_WARPS
     programs = constants["HEADS"] * math.ceil(constants["D_V"] / columns)
     blocks = math.ceil(values["count"] / block)

@@ -1,5 +1,6 @@
 """Recurrent layers in Triton, over a state that rolls back (``eagle3.targets.recurrent``): the gated delta rule
-(``gated_delta``) and Mamba 2 (``mamba2``). They differ in the update of a row, which in Mamba 2 is the row's value.
+(``gated_delta``), Kimi's (``kimi_delta``) and Mamba 2 (``mamba2``). In Mamba 2 the update of a row is the row's value;
+in Kimi's each key channel has a decay of its own.
 
 A program keeps some columns of one head's state in registers, so that a call reads and writes the state once. It first
 applies the changes that the ring holds between the committed position and the first row. It then either runs its rows
@@ -9,8 +10,9 @@ one after the other and leaves their changes in the ring (``rows``), or commits 
 an output therefore have the same bits however the rows are divided among calls of one method.
 
 **Chunks.** A block of rows takes products on the tensor cores in place of a loop. Updates of the gated delta rule
-solve a triangular system, whose inverse is built from blocks that double in size, as in ``gated_delta``. The products
-are in TF32 with three terms, which is nearly as accurate as float32.
+solve a triangular system, whose inverse is built from blocks that double in size, as in ``gated_delta``. Decays of
+channels are part of the products (``recurrent_block``). The products are in TF32 with three terms, which is nearly as
+accurate as float32.
 
 Programs share the ring. A call reads changes of the last ``ROLLBACK_ROWS`` positions and writes as many, so with twice
 as many slots no program writes what another one has still to read. That holds for rows that follow the read positions;
@@ -25,6 +27,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from eagle3.export.lowering.cuda.kernels.recurrent_block import products_of_channels
+from eagle3.export.lowering.cuda.kernels.recurrent_reference import ring_after, run_rows, state_before
 from eagle3.targets.spec import ROLLBACK_ROWS
 
 SLOTS = 2 * ROLLBACK_ROWS
@@ -51,10 +55,16 @@ def _changed(state, key, update, decay, BLOCK_K: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
+def _decay(LOGARITHMS, k, in_k, DECAYS: tl.constexpr):
+    # Returns a head's log decay, or [BLOCK_K, 1] of its channels.
+    return tl.load(LOGARITHMS + k[:, None], mask=in_k[:, None], other=0.0) if DECAYS > 1 else tl.load(LOGARITHMS)
+
+
+@triton.jit
 def _committed(
     state, CHANGES, committed, first, key_head, head, k, v, in_k, in_v, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     # Returns the state at position ``first`` of one that is valid at ``committed``.
     begin = tl.maximum(tl.maximum(committed, first - SLOTS // 2), 0)
@@ -62,7 +72,7 @@ def _committed(
         change = CHANGES + position % SLOTS * WIDTH
         key = tl.load(change + key_head * D_K + k, mask=in_k, other=0.0)
         update = tl.load(change + KEY_HEADS * D_K + head * D_V + v, mask=in_v, other=0.0)
-        decay = tl.load(change + KEY_HEADS * D_K + HEADS * D_V + head)
+        decay = _decay(change + KEY_HEADS * D_K + HEADS * D_V + head * DECAYS, k, in_k, DECAYS)
         state = _changed(state, key, update, decay, BLOCK_K, COLUMNS)
     return state
 
@@ -71,10 +81,11 @@ def _committed(
 def _recurrent_rows_kernel(
     QUERY, KEY, VALUE, DECAY, BETA, STATE, CHANGES, FIRST, COMMITTED, OUT, rows, begin, KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, SLOTS: tl.constexpr, DELTA: tl.constexpr,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, DELTA: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    # QUERY, KEY [KEY_HEADS, rows, D_K], VALUE, OUT [HEADS, rows, D_V], DECAY, BETA [HEADS, rows], all float32. Runs the
-    # rows from ``begin`` on. If ``begin`` is not 0, the state is that of its position already. BETA is read with DELTA.
+    # QUERY, KEY [KEY_HEADS, rows, D_K], VALUE, OUT [HEADS, rows, D_V], DECAY [HEADS, rows, DECAYS], BETA [HEADS, rows],
+    # all float32. DECAYS is 1, or D_K. Runs the rows from ``begin`` on. If ``begin`` is not 0, the state is that of its
+    # position already. BETA is read with DELTA.
     head, block = tl.program_id(0), tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
     k = tl.arange(0, BLOCK_K)
@@ -87,7 +98,7 @@ def _recurrent_rows_kernel(
     state = tl.load(tile, mask=in_tile & (first + begin > 0), other=0.0)
     state = _committed(
         state, CHANGES, tl.where(begin > 0, first, committed), first, key_head, head, k, v, in_k, in_v, KEY_HEADS,
-        HEADS, D_K, D_V, BLOCK_K, COLUMNS, WIDTH, SLOTS,
+        HEADS, D_K, D_V, BLOCK_K, COLUMNS, WIDTH, SLOTS, DECAYS,
     )  # fmt: skip
     tl.debug_barrier()  # what one thread loaded, another may store
     tl.store(tile, state, mask=in_tile)
@@ -97,7 +108,7 @@ def _recurrent_rows_kernel(
         key = tl.load(KEY + (key_head * rows + row) * D_K + k, mask=in_k, other=0.0)
         query = tl.load(QUERY + (key_head * rows + row) * D_K + k, mask=in_k, other=0.0)
         update = tl.load(VALUE + (head * rows + row) * D_V + v, mask=in_v, other=0.0)
-        decay = tl.load(DECAY + head * rows + row)
+        decay = _decay(DECAY + head * rows * DECAYS + row * DECAYS, k, in_k, DECAYS)
         if DELTA:
             beta = tl.load(BETA + head * rows + row)
             update = (update - tl.sum(state * tl.exp(decay) * key[:, None], 0)) * beta
@@ -106,7 +117,11 @@ def _recurrent_rows_kernel(
         change = CHANGES + (first + row) % SLOTS * WIDTH
         tl.store(change + key_head * D_K + k, key, mask=leaves_key)
         tl.store(change + KEY_HEADS * D_K + head * D_V + v, update, mask=in_v)
-        tl.store(change + KEY_HEADS * D_K + HEADS * D_V + head, decay, mask=block == 0)
+        if DECAYS > 1:
+            logarithms = change + KEY_HEADS * D_K + HEADS * D_V + head * D_K + k[:, None]
+            tl.store(logarithms, decay, mask=in_k[:, None] & (block == 0))
+        else:
+            tl.store(change + KEY_HEADS * D_K + HEADS * D_V + head, decay, mask=block == 0)
 
 
 @triton.jit
@@ -114,9 +129,10 @@ def _recurrent_chunk_kernel(
     QUERY, KEY, VALUE, DECAY, BETA, STATE, SAVED, CHANGES, FIRST, COMMITTED, FROM_SAVED, OUT, rows, count,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, DELTA: tl.constexpr, BLOCK: tl.constexpr,
-    SLICE: tl.constexpr, DOUBLINGS: tl.constexpr,
+    SLICE: tl.constexpr, DOUBLINGS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     # As _recurrent_rows_kernel; commits the first ``count`` rows, of which the ring gets nothing. SAVED is as STATE.
+    # DECAYS of more than 1 are for DELTA alone.
     head, block = tl.program_id(0), tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
     k = tl.arange(0, BLOCK_K)
@@ -131,7 +147,7 @@ def _recurrent_chunk_kernel(
     state += tl.load(SAVED + place, mask=in_tile & (first > 0) & saved, other=0.0)
     state = _committed(
         state, CHANGES, committed, first, key_head, head, k, v, in_k, in_v, KEY_HEADS, HEADS, D_K, D_V, BLOCK_K,
-        COLUMNS, WIDTH, SLOTS,
+        COLUMNS, WIDTH, SLOTS, DECAYS,
     )  # fmt: skip
 
     # A product along d_k is divided among the warps: each takes a slice of the key and of the state. Otherwise a warp
@@ -150,19 +166,30 @@ def _recurrent_chunk_kernel(
         key = tl.load(KEY + keys, mask=in_keys, other=0.0)
         query = tl.load(QUERY + keys, mask=in_keys, other=0.0)
         update = tl.load(VALUE + values, mask=in_values, other=0.0)
-        decay = tl.load(DECAY + head * rows + at, mask=here, other=0.0)
-        until = tl.cumsum(decay, 0)
-        whole = tl.sum(decay, 0)
-        lower = row >= column
-        between = tl.where(lower, tl.exp(tl.where(lower, until[:, None] - until[None, :], 0.0)), 0.0)
-        since = tl.exp(until)[:, None]
-        turned = tl.permute(key, (0, 2, 1))
-        if DELTA:
+        if DECAYS > 1:
+            decay = tl.load(DECAY + (head * rows + at)[None, :, None] * D_K + sliced, mask=in_keys, other=0.0)
+            system, seen, key, query, left = products_of_channels(
+                key, query, decay, BLOCK_K // SLICE, BLOCK, SLICE, DOUBLINGS
+            )
             beta = tl.load(BETA + head * rows + at, mask=here, other=0.0)
-            system = tl.sum(tl.dot(key, turned, input_precision="tf32x3"), 0) * between * beta[:, None]
-            right = (update - tl.sum(tl.dot(key, state, input_precision="tf32x3"), 0) * since) * beta[:, None]
-        seen = tl.sum(tl.dot(query, turned, input_precision="tf32x3"), 0) * between
-        out = tl.sum(tl.dot(query, state, input_precision="tf32x3"), 0) * since
+            system *= beta[:, None]
+            right = (update - tl.sum(tl.dot(key, state, input_precision="tf32x3"), 0)) * beta[:, None]
+            out = tl.sum(tl.dot(query, state, input_precision="tf32x3"), 0)
+            turned = tl.permute(left, (0, 2, 1))
+        else:
+            decay = tl.load(DECAY + head * rows + at, mask=here, other=0.0)
+            until = tl.cumsum(decay, 0)
+            whole = tl.sum(decay, 0)
+            lower = row >= column
+            between = tl.where(lower, tl.exp(tl.where(lower, until[:, None] - until[None, :], 0.0)), 0.0)
+            since = tl.exp(until)[:, None]
+            turned = tl.permute(key, (0, 2, 1))
+            if DELTA:
+                beta = tl.load(BETA + head * rows + at, mask=here, other=0.0)
+                system = tl.sum(tl.dot(key, turned, input_precision="tf32x3"), 0) * between * beta[:, None]
+                right = (update - tl.sum(tl.dot(key, state, input_precision="tf32x3"), 0) * since) * beta[:, None]
+            seen = tl.sum(tl.dot(query, turned, input_precision="tf32x3"), 0) * between
+            out = tl.sum(tl.dot(query, state, input_precision="tf32x3"), 0) * since
         if DELTA:
             pair = (row >> 1 == column >> 1) & (row > column)
             inverse = tl.where(row == column, 1.0, tl.where(pair, -system, 0.0))
@@ -175,15 +202,20 @@ def _recurrent_chunk_kernel(
         tl.store(OUT + values, out, mask=in_values)
         if BLOCK_K == SLICE:  # no sum over slices, which has a barrier between the stores of two blocks
             tl.debug_barrier()
-        left = tl.broadcast_to((update * tl.exp(whole - until)[:, None])[None], (BLOCK_K // SLICE, BLOCK, COLUMNS))
-        state = state * tl.exp(whole) + tl.dot(turned, left, input_precision="tf32x3")
+        if DECAYS > 1:
+            left = tl.broadcast_to(update[None], (BLOCK_K // SLICE, BLOCK, COLUMNS))
+            through = tl.exp(tl.sum(decay, 1))[:, :, None]
+        else:
+            left = tl.broadcast_to((update * tl.exp(whole - until)[:, None])[None], (BLOCK_K // SLICE, BLOCK, COLUMNS))
+            through = tl.exp(whole)
+        state = state * through + tl.dot(turned, left, input_precision="tf32x3")
     state = tl.reshape(state, (BLOCK_K, COLUMNS))
     tl.debug_barrier()
     tl.store(STATE + place, state, mask=in_tile)
     tl.store(SAVED + place, state, mask=in_tile)
 
 
-def _sizes(query: Tensor, value: Tensor, beta: Tensor | None, changes: Tensor) -> dict[str, int]:
+def _sizes(query: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, changes: Tensor) -> dict[str, int]:
     """Return the constants that both kernels take."""
     d_k = query.shape[2]
     return {
@@ -195,6 +227,7 @@ def _sizes(query: Tensor, value: Tensor, beta: Tensor | None, changes: Tensor) -
         "WIDTH": changes.shape[-1],
         "SLOTS": changes.shape[1],
         "DELTA": beta is not None,
+        "DECAYS": d_k if decay.dim() == 3 else 1,
     }
 
 
@@ -203,7 +236,7 @@ def launch_rows(
     changes: Tensor, first: Tensor, committed: Tensor, out: Tensor, begin: Any = 0,
 ) -> None:  # fmt: skip
     """Run ``_recurrent_rows_kernel`` on the rows from ``begin`` on; ``state``, ``changes`` and ``out`` are written."""
-    sizes = _sizes(query, value, beta, changes)
+    sizes = _sizes(query, value, decay, beta, changes)
     grid = value.shape[0], triton.cdiv(sizes["D_V"], ROW_COLUMNS)
     kernel[grid](
         query, key, value, decay, decay if beta is None else beta, state, changes, first, committed, out,
@@ -218,7 +251,7 @@ def launch_chunk(
     """Run ``_recurrent_chunk_kernel`` on all but the last ``ROLLBACK_ROWS`` rows, and ``_recurrent_rows_kernel`` on
     those."""
     of_chunk, of_rows = kernels
-    sizes, count = _sizes(query, value, beta, changes), query.shape[1] - ROLLBACK_ROWS
+    sizes, count = _sizes(query, value, decay, beta, changes), query.shape[1] - ROLLBACK_ROWS
     columns = min(CHUNK_COLUMNS, max(16, CHUNK_NUMBERS // sizes["BLOCK_K"]))
     grid = value.shape[0], triton.cdiv(sizes["D_V"], columns)
     of_chunk[grid](
@@ -247,11 +280,11 @@ def recurrent_rows(
     Args:
         query, key: float32 [key heads, T, d_k]; of unit length in the gated delta rule, ``query`` scaled
         value: float32 [value heads, T, d_v]
-        decay: float32 [value heads, T], the logarithm
+        decay: float32 [value heads, T], the logarithm, or [value heads, T, d_k] in Kimi's delta rule
         beta: float32 [value heads, T] of the gated delta rule; None in Mamba 2, where ``value`` is the update
         state: float32 [value heads, d_k, d_v], before position ``committed``; not read if the first position is 0
         changes: float32 [1, SLOTS, 1, width], a ring by position: the key of all key heads, the update of all value
-            heads, and the log decay of each
+            heads, and the log decay of each, or those of its channels
         first: int64 [1 or more], whose first entry is the position of the first row
         committed: int64 [1]
 
@@ -311,9 +344,9 @@ def recurrent_rows_reference(
 ) -> list[Tensor]:
     """``recurrent_rows`` in plain PyTorch, row by row, of any floating dtype."""
     given = query, key, value, decay, beta
-    state = _before(state, changes, int(first[0]), int(committed), key, value)
-    out, update, _ = _rows(*given, state)
-    return [out, state, _left(changes, int(first[0]), key, update, decay)]
+    state = state_before(state, changes, int(first[0]), int(committed), key, value)
+    out, update, _ = run_rows(*given, state)
+    return [out, state, ring_after(changes, int(first[0]), key, update, decay)]
 
 
 @recurrent_chunk.register_kernel("cpu")
@@ -333,49 +366,8 @@ def recurrent_chunk_reference(
     """``recurrent_chunk`` in plain PyTorch, row by row, of any floating dtype."""
     count = key.shape[1] - ROLLBACK_ROWS
     given = query, key, value, decay, beta
-    state = _before(saved if from_saved else state, changes, int(first[0]), int(committed), key, value)
-    bulk, _, state = _rows(*(each if each is None else each[:, :count] for each in given), state)
-    tail, update, _ = _rows(*(each if each is None else each[:, count:] for each in given), state)
-    changes = _left(changes, int(first[0]) + count, key[:, count:], update, decay[:, count:])
+    state = state_before(saved if from_saved else state, changes, int(first[0]), int(committed), key, value)
+    bulk, _, state = run_rows(*(each if each is None else each[:, :count] for each in given), state)
+    tail, update, _ = run_rows(*(each if each is None else each[:, count:] for each in given), state)
+    changes = ring_after(changes, int(first[0]) + count, key[:, count:], update, decay[:, count:])
     return [torch.cat((bulk, tail), 1), state, state.clone(), changes]
-
-
-def _before(state: Tensor, changes: Tensor, first: int, committed: int, key: Tensor, value: Tensor) -> Tensor:
-    """Return the state before position ``first`` of one before ``committed``; ``key`` and ``value`` give the shapes."""
-    state = state.clone() if first else torch.zeros_like(state)
-    widths = key[:, 0].numel(), value[:, 0].numel(), len(value)
-    for position in range(max(committed, first - ROLLBACK_ROWS, 0), first):
-        keys, update, decay = changes[0, position % changes.shape[1], 0].split(widths)
-        state = _after(state, keys.view(len(key), -1), update.view(len(value), -1), decay)
-    return state
-
-
-def _rows(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs and the updates of rows, [value heads, T, d_v] each, and the state after them."""
-    out, updates = torch.empty_like(value), torch.empty_like(value)
-    for row in range(key.shape[1]):
-        updates[:, row] = value[:, row]
-        if beta is not None:
-            updates[:, row] -= _dot(state, key[:, row]) * decay[:, row, None].exp()
-            updates[:, row] *= beta[:, row, None]
-        state = _after(state, key[:, row], updates[:, row], decay[:, row])
-        out[:, row] = _dot(state, query[:, row])
-    return out, updates, state
-
-
-def _after(state: Tensor, key: Tensor, update: Tensor, decay: Tensor) -> Tensor:
-    key = key.repeat_interleave(len(state) // len(key), 0)
-    return state * decay[:, None, None].exp() + key[:, :, None] * update[:, None, :]
-
-
-def _dot(state: Tensor, key: Tensor) -> Tensor:
-    """Return [value heads, d_v] of a state and a key or query of each key head."""
-    return (key.repeat_interleave(len(state) // len(key), 0)[:, None] @ state)[:, 0]
-
-
-def _left(changes: Tensor, first: int, key: Tensor, update: Tensor, decay: Tensor) -> Tensor:
-    """Return the ring with the changes of rows from position ``first`` on."""
-    rows = torch.cat((key.transpose(0, 1).flatten(1), update.transpose(0, 1).flatten(1), decay.T), 1)
-    return changes.index_copy(1, (first + torch.arange(len(rows))) % changes.shape[1], rows[None, :, None])

@@ -1,23 +1,29 @@
 """The GPU memory of a run is estimated before an export, and read from a finished artifact."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from commands import run_command
+from family_exports import random_family
+from torch import nn
 
 from eagle3.export.checks.preflight import check_footprint
 from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.backend import BACKEND as backend
-from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
+from eagle3.export.lowering.cuda.gpu_memory import _more_slots, gpu_memory, suggest_flags
+from eagle3.export.lowering.cuda.graph.recurrent import use_cuda_recurrence
 from eagle3.export.lowering.cuda.kernels.sums import COUNTERS
 from eagle3.export.output.progress import Progress
 from eagle3.export.planning.memory import cache_bytes, longest_context
 from eagle3.export.planning.plan import make_plan
+from eagle3.runner.artifact import gpu_needs
 from eagle3.runner.artifact.gpu_needs import workspace_of
 from eagle3.runner.contract import EXPORT_RECORD, LAUNCHES, PREFILL, WORKSPACE
 from eagle3.runner.inspect.cli import main as inspect_main
+from eagle3.targets.state_mixers import form_of
 
 
 def planned(**flags):
@@ -112,3 +118,28 @@ def test_a_record_without_workspaces_gives_no_workspace(record, tmp_path):
     assert workspace_of(tmp_path / "model.pte") is None
     (tmp_path / EXPORT_RECORD).write_text(record)
     assert workspace_of(tmp_path / "model.pte") is None
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "bamba", "lfm2"])
+def test_the_longer_rings_of_recurrent_layers_are_counted(family):
+    model = random_family(family)
+    forms = [(form, layer) for layer in model.modules() if (form := form_of(layer)) is not None]
+    states = nn.ModuleList(form.make(form.mixer(layer), 0, 64) for form, layer in forms)
+
+    def kept() -> int:
+        return sum(buffer.nbytes for buffer in states.buffers())
+
+    before = kept()
+    use_cuda_recurrence(states)
+    assert _more_slots(model) == kept() - before and (kept() > before) == (family != "lfm2")
+
+
+def test_an_artifacts_states_count_as_caches(tmp_path):
+    names = (
+        "model.embed_tokens.weight",
+        "layers.0.self_attn.cache.k_cache",
+        "layers.1.self_attn.kept_state.changes.rows",
+    )
+    kept = {name: SimpleNamespace(name=name, device="cuda", storage_bytes=8) for name in names}
+    found = gpu_needs.gpu_memory(tmp_path / "model.pte", [SimpleNamespace(storages=lambda: kept)])
+    assert (found["weights"], found["caches"]) == (8, 16)

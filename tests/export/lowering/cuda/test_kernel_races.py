@@ -70,7 +70,7 @@ ARRIVING = {
 """The ways to take the counter of a tile wrongly."""
 UNCOUNTED = ("attention", "attention in one part", "attention, a window in one part", "experts", "int8 experts")
 UNCOUNTED += ("attention of a product", "attention of a product, codes", "recurrent rows", "recurrent chunk")
-UNCOUNTED += ("rows of Mamba 2", "chunk of Mamba 2")
+UNCOUNTED += ("rows of Mamba 2", "chunk of Mamba 2", "rows of Kimi", "chunk of Kimi")
 """Launches in which no program waits for others to arrive."""
 DIVIDED = [name for name in SMALL if name not in UNCOUNTED]
 READS = r"tl\.load\((PARTS|STATS|sums) "
@@ -197,6 +197,18 @@ FAULTS = {
     # Of recurrent layers
     "a ring of half the slots": (
         "recurrent rows", recurrent, "(first + row) % SLOTS", "(first + row) % (SLOTS // 2)", LOADED, "key = tl.load",
+    ),
+    "decays in a ring of half the slots": (
+        "rows of Kimi", recurrent, "logarithms = change + KEY", "logarithms = CHANGES + row % 16 * WIDTH + KEY", LOADED,
+        "tl.load.LOGARITHMS",
+    ),
+    "decays of one channel for each head": (
+        "rows of Kimi", recurrent, "head * D_K + k[:, None]", "head * D_K + 0 * k[:, None]", LANES,
+        "tl.store.logarithms",
+    ),
+    "no barrier between two stores of a state": (
+        "chunk of Kimi", recurrent, "    tl.debug_barrier()\n    tl.store(STATE", "    tl.store(STATE", IN_PROGRAM,
+        "tl.store.STATE",
     ),
     "no barrier before the state": (
         "recurrent rows", recurrent, "    tl.debug_barrier()  # what one thread loaded, another may store\n", "",

@@ -17,13 +17,16 @@ from triton_interpreter import interpreted
 from eagle3.export.lowering.cuda.graph.recurrent import STATES, CudaRecurrentPositions, use_cuda_recurrence
 from eagle3.export.lowering.cuda.kernels import advance
 from eagle3.export.lowering.cuda.kernels import recurrent as kernels
+from eagle3.export.lowering.cuda.kernels import recurrent_block as of_block
 from eagle3.targets.gated_delta import GatedDeltaState
+from eagle3.targets.kimi_delta import KimiDeltaState
 from eagle3.targets.mamba2 import Mamba2State
 from eagle3.targets.recurrent import RecurrentPositions
 from eagle3.targets.spec import ROLLBACK_ROWS
 
 pytestmark = pytest.mark.races(())  # tests/export/lowering/cuda/test_kernel_races.py
-RULES = {"delta": Rule(True), "mamba2": Rule(False)}
+RULES = {"delta": Rule(True), "kimi": Rule(True, channels=True), "mamba2": Rule(False)}
+STRONG = Rule(True, channels=True, strongest=60.0)
 D_V = RULES["delta"].d_v
 
 
@@ -42,6 +45,13 @@ def narrow(monkeypatch):
 def test_every_call_of_a_runner_gives_the_outputs_of_float64(rule, seed):
     with interpreted(kernels):
         assert max(walk(rule, seed)) < CLOSE
+
+
+@pytest.mark.parametrize("strongest", [60.0, pytest.param(400.0, marks=pytest.mark.whole)])
+def test_strong_decays_of_a_channel_leave_the_others_exact(strongest):
+    """``exp(-400)`` is 0 in float32, and its inverse is infinite."""
+    with interpreted(kernels):
+        assert max(walk(STRONG._replace(strongest=strongest))) < CLOSE
 
 
 def test_a_window_gives_the_bits_of_single_rows_however_many_are_accepted(rule):
@@ -77,12 +87,23 @@ class Mixer:
     conv1d.weight = nn.Parameter(conv1d.weight.transpose(0, 1))
 
 
+class KimiMixer:
+    num_heads, head_dim = HEADS, D_K
+    conv1d = nn.Conv1d(3 * HEADS * D_K, 3 * HEADS * D_K, 4, groups=3 * HEADS * D_K)
+
+
 def eager_state(rule: Rule):
+    if rule.channels:
+        return KimiDeltaState(KimiMixer())
     return GatedDeltaState(Mixer()) if rule.delta else Mamba2State(Mixer())
 
 
-def given(rows: list[Tensor | None]) -> tuple[Tensor, ...]:
-    return tuple(each for each in rows if each is not None)
+def given(rule: Rule, rows: list[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return what an eager state takes. No two heads of Kimi's rule share a key."""
+    query, key, *others = rows
+    groups = HEADS // KEY_HEADS if rule.channels else 1
+    query, key = (each.repeat_interleave(groups, 0) for each in (query, key))
+    return tuple(each for each in (query, key, *others) if each is not None)
 
 
 def test_the_operators_on_the_host_equal_the_eager_state(rule):
@@ -91,7 +112,7 @@ def test_the_operators_on_the_host_equal_the_eager_state(rule):
     ours.__class__ = STATES[type(eager)]
     ours.changes = type(eager.changes)(kernels.SLOTS, sum(ours.parts))
     for seed, (first, count) in enumerate([(0, 40), (40, 5), (42, 16), (50, 30), (64, 20), (84, 1), (68, 20), (0, 4)]):
-        rows, at = given(rule.rows(count, seed)), places.rows(torch.arange(first, first + count))
+        rows, at = given(rule, rule.rows(count, seed)), places.rows(torch.arange(first, first + count))
         found, right = ours(rows, at), eager(rows, at)
         assert places.advance(at).item()
         torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
@@ -109,19 +130,20 @@ class Lowered(nn.Module):
     def forward(self, mixed: Tensor, input_pos: Tensor, *factors: Tensor) -> Tensor:
         rows = self.places.rows(input_pos)
         mixed = self.state.with_earlier(mixed, rows)[0, :, :-3].T
-        parts = mixed.split((KEY_HEADS * D_K, KEY_HEADS * D_K, HEADS * D_V), -1)
+        parts = mixed.split((*[self.state.key_heads * D_K] * 2, HEADS * D_V), -1)
         query, key, value = (each.unflatten(-1, (-1, D_K)).transpose(0, 1) for each in parts)
         return self.state((query, key, value, *factors), rows) + self.places.advance(rows)
 
 
 def test_a_lowered_layer_writes_its_state_and_its_rings_in_place(rule):
-    channels, factors = 2 * KEY_HEADS * D_K + HEADS * D_V, given(rule.rows(4, 0))[3:]
+    key_heads = HEADS if rule.channels else KEY_HEADS
+    channels, factors = 2 * key_heads * D_K + HEADS * D_V, given(rule, rule.rows(4, 0))[3:]
     with torch.no_grad():
         called, graph = lowered(Lowered(rule), (torch.randn(1, channels, 4), torch.arange(4), *factors))
     (rows,) = (entry for entry in graph.launches if entry["kernel"].startswith("_recurrent_rows_kernel"))
     (arguments,) = (given for name, given in called if name == rows["kernel"])
     assert {"state_state", "state_changes_rows"} <= set(arguments)  # the buffers themselves
-    width = KEY_HEADS * D_K + HEADS * D_V + HEADS
+    width = key_heads * D_K + HEADS * D_V + HEADS * (D_K if rule.channels else 1)
     assert rows["state_bytes"] == 4 * (2 * HEADS * D_K * D_V + 2 * 4 * width)
     assert sum(entry["count"] for entry in graph.launches if entry["kernel"].startswith("_advance_kernel")) == 1
     ring = 4 * channels * (ROLLBACK_ROWS + 3)
@@ -196,7 +218,6 @@ OF_ROWS = {
     "the ring has the keys of one head": ("change + key_head * D_K + k, mask=in_k", "change + k, mask=in_k"),
     "a ring of half the slots": (AFTER, AFTER.replace("SLOTS", "(SLOTS // 2)")),
     "the state of an earlier text is read": ("mask=in_tile & (first + begin > 0)", "mask=in_tile"),
-    "the ring has the factor for its logarithm": ("D_V + head, decay, mask", "D_V + head, tl.exp(decay), mask"),
     "the rows change the state in memory": (AFTER, AFTER + "        tl.store(tile, state, mask=in_tile)\n"),
 }  # fmt: skip
 OF_CHUNKS = {
@@ -209,20 +230,56 @@ OF_CHUNKS = {
     "a chunk ignores the saved state": ("(first > 0) & saved, other", "(first > 0) & (saved == 0), other"),
     "a chunk saves nothing": ("    tl.store(SAVED + place, state, mask=in_tile)\n", ""),
     "a chunk keeps the state that it read": ("    tl.store(STATE + place, state, mask=in_tile)\n", ""),
+}  # fmt: skip
+OF_HEAD_ROWS = {
+    "the ring has the factor for its logarithm": ("D_V + head, decay, mask", "D_V + head, tl.exp(decay), mask"),
+}
+OF_HEAD_CHUNKS = {
     "a row of a block does not see itself": ("        lower = row >= column\n", "        lower = row > column\n"),
     "a row of a block sees later rows": ("        lower = row >= column\n", "        lower = row > -1 - column\n"),
     "rows of a block read the state a row early": ("tl.exp(until)[:, None]", "tl.exp(until - decay)[:, None]"),
     "the updates of a block decay too little": ("update * tl.exp(whole - until)", "update * tl.exp(-until)"),
-    "the state of a block does not decay": ("state * tl.exp(whole) + tl.dot", "state + tl.dot"),
-}  # fmt: skip
+    "the state of a block does not decay": ("through = tl.exp(whole)\n", "through = 1.0\n"),
+}
 OF_DELTA_ROWS = {
     "the update ignores the decay": ("tl.sum(state * tl.exp(decay) * key", "tl.sum(state * key"),
     "beta is left out": (" * key[:, None], 0)) * beta\n", " * key[:, None], 0))\n"),
 }
 OF_DELTA_CHUNKS = {
     "the inverse lacks a doubling": ("tl.static_range(1, DOUBLINGS)", "tl.static_range(1, DOUBLINGS - 1)"),
-    "beta is left out of the system": (", 0) * between * beta[:, None]", ", 0) * between"),
 }
+OF_BETA = {"beta is left out of the system": (", 0) * between * beta[:, None]", ", 0) * between")}
+OF_CHANNEL_ROWS = {
+    "the ring has the factors for the logarithms": ("(logarithms, decay,", "(logarithms, tl.exp(decay),"),
+    "the ring has the channels in another order": ("head * D_K + k[:, None]", "head * D_K + D_K - 1 - k[:, None]"),
+    "the ring has the decays of one head": ("HEADS * D_V + head * D_K + k", "HEADS * D_V + k"),
+    "committed decays of another head": ("D_V + head * DECAYS, k", "D_V + key_head * DECAYS, k"),
+    "decays of another head": ("DECAY + head * rows * DECAYS", "DECAY + key_head * rows * DECAYS"),
+    "one decay for all channels": ("tl.load(LOGARITHMS + k[:, None]", "tl.load(LOGARITHMS + 0 * k[:, None]"),
+}
+OF_CHANNEL_CHUNKS = {
+    "decays of another head in a chunk": (
+        "(head * rows + at)[None, :, None] * D",
+        "(head // 2 * rows + at)[None, :, None] * D",
+    ),
+    "decays of other channels in a chunk": ("* D_K + sliced, mask", "* D_K + D_K - 1 - sliced, mask"),
+    "the system of channels lacks beta": ("system *= beta[:, None]", "system *= 1.0"),
+    "the state's channels do not decay": ("through = tl.exp(tl.sum(decay, 1))[:, :, None]", "through = 1.0"),
+}
+OF_BLOCKS = {
+    "an exponent is positive": ("tl.exp(tl.dot(", "tl.exp(-tl.dot("),
+    "a query does not see its own row": ("row == column, tl.sum", "row > BLOCK, tl.sum"),
+    "a query sees later rows": ("pair = other & second", "pair = other"),
+    "a change decays in its own row": ("    left = key\n", "    left = key * tl.exp(decay)\n"),
+    "a key's own row does not decay": ("    key *= tl.exp(decay)\n", ""),
+    "a query's own row does not decay": ("    query *= tl.exp(decay)\n", ""),
+    "keys decay through their segment alone": ("tl.where(second, key * through, key)", "key"),
+    "queries decay through their segment alone": ("tl.where(second, query * through, query)", "query"),
+    "changes decay through their segment alone": ("tl.where(second, left, left * through)", "left"),
+    "the two halves of a block do not meet": ("tl.range(DOUBLINGS)", "tl.range(DOUBLINGS - 1)"),
+    "a segment's own decays count": ("row >> doubling != column >> doubling", "row >> doubling == column >> doubling"),
+}
+"""Faults in ``recurrent_block``."""
 OF_MAMBA2_ROWS = {
     "rows take an update of the delta rule": (
         "        if DELTA:\n            beta = tl.load(BETA + head * rows + row)",
@@ -230,28 +287,59 @@ OF_MAMBA2_ROWS = {
     )
 }
 CASES = [
-    (name, rule, calls, change)
+    (name, rule, calls, kernels if of is not OF_BLOCKS else of_block, change)
     for calls, of, rules in (
         (windows, OF_ROWS, RULES),
         (chunks, OF_CHUNKS, RULES),
-        (windows, OF_DELTA_ROWS, ("delta",)),
-        (chunks, OF_DELTA_CHUNKS, ("delta",)),
+        (windows, OF_HEAD_ROWS, ("delta", "mamba2")),
+        (chunks, OF_HEAD_CHUNKS, ("delta", "mamba2")),
+        (windows, OF_DELTA_ROWS, ("delta", "kimi")),
+        (chunks, OF_DELTA_CHUNKS, ("delta", "kimi")),
+        (chunks, OF_BETA, ("delta",)),
+        (windows, OF_CHANNEL_ROWS, ("kimi",)),
+        (chunks, OF_CHANNEL_CHUNKS, ("kimi",)),
+        (chunks, OF_BLOCKS, ("kimi",)),
         (windows, OF_MAMBA2_ROWS, ("mamba2",)),
     )
     for name, change in of.items()
     for rule in rules
 ]
-"""The faults by name, with the rule, the calls that reveal them, and what is put in place of what."""
+"""The faults by name, with the rule, the calls that reveal them, the module, and what is put in place of what."""
 
 
 @pytest.mark.first(4)
 @pytest.mark.parametrize(
-    ("name", "rule", "calls", "change"), CASES, ids=[f"{name}, {rule}" for name, rule, *_ in CASES]
+    ("name", "rule", "calls", "module", "change"), CASES, ids=[f"{name}, {rule}" for name, rule, *_ in CASES]
 )
-def test_a_fault_is_found_by_the_calls_of_a_runner(name, rule, calls, change, tmp_path):  # noqa: ARG001 - its id
+def test_a_fault_is_found_by_the_calls_of_a_runner(name, rule, calls, module, change, tmp_path):  # noqa: ARG001 - its id
     """The calls end with the first that is wrong. A head's columns are those of one program."""
-    with fault(tmp_path, kernels, *change), interpreted(kernels):
+    with fault(tmp_path, module, *change, kernels), interpreted(kernels):
         assert any(each >= CLOSE for each in calls(RULES[rule]._replace(d_v=16)))
+
+
+FROM_THE_FIRST_ROW = (
+    """    key *= tl.exp(decay)
+    query *= tl.exp(decay)
+    for doubling in tl.range(DOUBLINGS):
+""",
+    """    until = tl.cumsum(decay, 1)
+    turned = tl.permute(key * tl.exp(-until), (0, 2, 1))
+    key *= tl.exp(until)
+    query *= tl.exp(until)
+    left *= tl.exp(tl.sum(decay, 1)[:, None] - until)
+    of_keys = tl.where(row > column, tl.dot(key, turned), 0.0)
+    of_queries += tl.where(row > column, tl.dot(query, turned), 0.0)
+    for doubling in tl.range(0):
+""",
+)
+"""Decays between rows as quotients of two from the block's first row, as a rule may have them whose decays are weak."""
+
+
+def test_only_strong_decays_reveal_sums_from_the_first_row(tmp_path):
+    weak = RULES["kimi"]._replace(d_v=16)
+    with fault(tmp_path, of_block, *FROM_THE_FIRST_ROW, kernels), interpreted(kernels):
+        assert max(chunks(weak)) < CLOSE
+        assert max(chunks(weak._replace(strongest=60.0))) > 100 * CLOSE
 
 
 @pytest.mark.parametrize("calls", [windows, chunks])
@@ -261,23 +349,24 @@ def test_the_same_calls_are_right_without_a_fault(rule, calls):
 
 
 PUBLISHED = {
-    "Qwen3.5 27B": (16, 48, 128, 128, True),
-    "Nemotron-H": (8, 128, 128, 64, False),
-    "Falcon-H1 34B": (2, 32, 256, 128, False),
+    "Qwen3.5 27B": (16, 48, 128, 128, True, 1),
+    "Kimi Linear 48B": (32, 32, 128, 128, True, 128),
+    "Nemotron-H": (8, 128, 128, 64, False, 1),
+    "Falcon-H1 34B": (2, 32, 256, 128, False, 1),
 }
-"""Key heads, heads, key size and value size, and whether the rule is the gated delta rule."""
+"""Key heads, heads, key size and value size, whether updates depend on the state, and the decays of a head in a row."""
 POINTERS = ["*fp32"] * 5
 SHARED_BYTES = 99 * 1024
 """A program has no more on sm_86, sm_89 and sm_120."""
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(4)
 @pytest.mark.parametrize("arch", [90, 80, 86, 89, 100, 120])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_kernels_spill_nothing_in_published_sizes(name, arch, tmp_path):
-    key_heads, heads, d_k, d_v, delta = PUBLISHED[name]
+    key_heads, heads, d_k, d_v, delta, decays = PUBLISHED[name]
     sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "D_K": d_k, "D_V": d_v, "BLOCK_K": d_k, "SLOTS": kernels.SLOTS}
-    sizes |= {"WIDTH": key_heads * d_k + heads * d_v + heads, "DELTA": delta}
+    sizes |= {"WIDTH": key_heads * d_k + heads * d_v + heads * decays, "DELTA": delta, "DECAYS": decays}
     types = [*POINTERS, "*fp32", "*fp32", "*i64", "*i64", "*fp32", "i32", "i32"]
     constants = sizes | {"COLUMNS": kernels.ROW_COLUMNS}
     rows = usage(kernels._recurrent_rows_kernel, types, constants, arch, tmp_path, kernels.ROW_WARPS)
