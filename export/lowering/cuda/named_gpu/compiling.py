@@ -2,7 +2,7 @@
 
 The code must run on later architectures as well. Triton would compile for sm_90a, whose PTX runs only on that
 architecture (NVIDIA's PTX ISA, ".target"). Here it compiles for sm_90 with the matrix instructions of sm_89, because
-LLVM would abort on wgmma and tcgen05. Matmuls of many rows for sm_90 get code for sm_90a beside it
+LLVM would abort on wgmma and tcgen05. INT4 matmuls of many rows for sm_90 get code for sm_90a beside it
 (``second_image``). LLVM would also abort on a warp-wide maximum of floats in one instruction, which
 Triton uses for sm_100 although only sm_100a has it, so sm_100 is lowered to LLVM as sm_90 is. If a configuration still
 needs such an instruction, the next configuration is tried.
@@ -107,7 +107,7 @@ class OneConfiguration(CachingAutotunerPlugin):
 
         def compiled(config: Config) -> CompileResult | None:
             try:
-                result = autotuner._precompile_config(plain_config(autotuner, config) if second else config)
+                result = autotuner._precompile_config(plain_config(config) if second else config)
             except (OutOfResources, PTXASError) as error:
                 refusals.append(str(error))
                 return None

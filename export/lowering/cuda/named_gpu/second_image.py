@@ -21,12 +21,12 @@ from triton import Config
 from eagle3.export.lowering.cuda.kernels.large_m import ROWS
 from eagle3.export.lowering.cuda.kernels.sums import WGMMA_ON
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
-from eagle3.runner.artifact.cuda_library import kind_of
 from eagle3.runner.hardware.gpus import Gpu
 
 ARCH = "90a"
-KINDS = ("large_m",)
-"""The kinds of kernels (``cuda_library.KERNEL_KINDS``) that get a second image, if it has ``wgmma`` and no spills."""
+AT_A_TIME = "ROWS"
+"""The constant of a kernel that may take the rows of a program in several tiles. Such kernels get a second image, if it
+has ``wgmma`` and no spills. In others, ptxas would wait for each product unless K is divided."""
 EQUAL = ("name", "num_warps", "num_ctas", "global_scratch_size", "global_scratch_align", "profile_scratch_size")
 """The metadata of Triton that the host's code depends on, apart from shared memory."""
 PARAMETERS = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
@@ -48,7 +48,7 @@ class SecondImages:
 
     def wanted(self, autotuner: CachingAutotuner) -> bool:
         """Return True if the kernel gets a second image for the GPU. This is decided here alone."""
-        return f"sm_{self.gpu.arch}" in WGMMA_ON and kind_of(autotuner.fn.__name__) in KINDS
+        return f"sm_{self.gpu.arch}" in WGMMA_ON and AT_A_TIME in autotuner.triton_meta["constants"]
 
     def add(self, autotuner: CachingAutotuner, plain: CompileResult, config: Config) -> None:
         """Compile the second image of a kernel with ``config``, and let the host of ``plain`` pass enough shared memory
@@ -90,20 +90,17 @@ class SecondImages:
         return [f"--image3=kind=elf,sm={ARCH},file={machine_code}", f"--image3=kind=ptx,sm={ARCH},file={ptx}"]
 
 
-def plain_config(autotuner: CachingAutotuner, config: Config) -> Config:
-    """Return the configuration of the plain image: a kernel that takes ``ROWS`` rows at a time takes fewer without
-    ``wgmma``."""
-    if "ROWS" not in autotuner.triton_meta["constants"]:
-        return config
+def plain_config(config: Config) -> Config:
+    """Return the configuration of the plain image, which takes fewer rows at a time, since it has no ``wgmma``."""
     plain = copy(config)
-    plain.kwargs = {**config.kwargs, "ROWS": ROWS}
+    plain.kwargs = {**config.kwargs, AT_A_TIME: ROWS}
     return plain
 
 
 def own_config(plain: Config) -> Config:
     """Return the configuration of the second image, which takes all rows of a program at a time."""
     own = copy(plain)
-    own.kwargs = {name: value for name, value in plain.kwargs.items() if name != "ROWS"}
+    own.kwargs = {name: value for name, value in plain.kwargs.items() if name != AT_A_TIME}
     own.maxnreg = None
     return own
 

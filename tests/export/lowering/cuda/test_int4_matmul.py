@@ -19,6 +19,7 @@ from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, large_m, small_m, sums
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
+from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.runner.inspect.machine_code.ptx import SECTOR, WARP, loads
 
 WGMMA, PLAIN, OTHER = "wgmma", "the same grid without wgmma", "another GPU"
@@ -207,6 +208,19 @@ def test_two_programs_of_the_int4_product_fit_and_do_not_spill(arch, divided, tm
     if arch not in (90, 100):  # whose products are wgmma's and tcgen05's where the GPU is at hand
         assert found.loop.count("FFMA") >= 64 and "HMMA" in found.loop
         assert found.a_weight(large_m.TILE * large_m.BLOCK_K, large_m.WARPS) <= 7.1
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("divided", [False, True])
+def test_with_wgmma_128_rows_fit_and_no_product_is_waited_for_alone(divided, tmp_path):
+    """ptxas waits behind every wgmma, 8 of them, where a path leads past the loop."""
+    constants = {"N0": 8192, "N1": 4096, "N2": 4096, "K": 5376, "G": 32} | large_m.PROGRAM
+    constants |= {"BLOCK_M": large_m.WGMMA_ROWS, "ROWS": large_m.WGMMA_ROWS, "DIVIDED": divided}
+    warps = constants.pop("num_warps")
+    found = usage(int4_matmul._int4_matmul_kernel, TYPES, constants, 90, tmp_path, warps)
+    assert found.stack == 0 and BY_ARCH["sm_90"].resident(found.registers, found.shared, 32 * warps) == 2
+    assert found.loop.count("HGMMA") == 8 and found.loop.count("WARPGROUP") == 3  # two arrivals, one wait
+    assert found.a_weight(large_m.TILE * large_m.BLOCK_K, warps) <= 6.6
 
 
 class Scaled(Linear):

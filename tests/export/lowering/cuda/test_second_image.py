@@ -140,26 +140,20 @@ def test_the_barriers_of_both_images_are_checked(fatbin):
     assert missing != sources[1] and faults(missing)
 
 
-def test_matmuls_of_many_rows_for_sm_90_alone_get_a_second_image():
-    found = SecondImages(BY_ARCH["sm_90"], None)
-    for name, wanted in (
-        ("_int4_matmul_kernel", True), ("_k_quant_matmul_kernel", True), ("triton_tem_fused_mm_0", False),
-        ("_int4_small_m_kernel", False), ("triton_red_fused_0", False), ("_attention_kernel", False),
-    ):  # fmt: skip
-        autotuner = SimpleNamespace(fn=SimpleNamespace(__name__=name))
-        assert found.wanted(autotuner) == wanted
-        for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"):
-            assert not SecondImages(BY_ARCH[arch], None).wanted(autotuner)
+def test_matmuls_of_128_rows_for_sm_90_alone_get_a_second_image():
+    many, other = (SimpleNamespace(triton_meta={"constants": found}) for found in ({"ROWS": 128}, {"BLOCK_M": 64}))
+    assert SecondImages(BY_ARCH["sm_90"], None).wanted(many)
+    assert not SecondImages(BY_ARCH["sm_90"], None).wanted(other)
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"):
+        assert not SecondImages(BY_ARCH[arch], None).wanted(many)
 
 
 def test_the_plain_image_takes_64_rows_at_a_time_and_the_second_one_all():
-    autotuner = SimpleNamespace(triton_meta={"constants": {"ROWS": 128, "BLOCK_M": 128}})
     config = Config({"STAGES": 4}, num_warps=4, maxnreg=168)
-    plain = plain_config(autotuner, config)
+    plain = plain_config(config)
     own = own_config(plain)
     assert plain.kwargs == {"STAGES": 4, "ROWS": 64} and config.kwargs == own.kwargs == {"STAGES": 4}
     assert own.maxnreg is None and plain.maxnreg == 168 and own.num_warps == 4
-    assert plain_config(SimpleNamespace(triton_meta={"constants": {}}), config) is config
 
 
 PTX = ".visible .entry k(\n\t.param .u64 .ptr .global .align 1 k_param_0,\n\t.param .u32 k_param_1\n)\nwgmma.mma_async"
