@@ -203,6 +203,7 @@ PATCHES: dict[str, Patch] = {
         "torch._inductor.codegen.cuda.compile_utils._nvcc_arch_as_compile_option",
     ),
     **_group("nothing is loaded or launched", "torch._inductor.runtime.triton_helpers.set_driver_to_gpu"),
+    **_group("a matmul's fatbin for sm_90 gets code for sm_90a as well", "torch._inductor.codecache.subprocess"),
     **_group(
         "a configuration's limit of registers is kept, without which fewer programs fit on a multiprocessor",
         "CachingAutotuner._create_compile_options",

@@ -16,6 +16,9 @@ REGISTERS = 65536
 """32-bit registers of a multiprocessor, the same on every GPU of the table."""
 THREADS = 1024
 """The most threads of a block, the same on every GPU of the table."""
+MMA_SYNC_SHARE = 0.63
+"""The share of Hopper's tensor cores that ``mma.sync`` reaches (Luo et al., "Benchmarking and Dissecting the Nvidia
+Hopper GPU Architecture via Microbenchmarking", 2024)."""
 RESERVED_SHARED = 1024
 """Bytes of shared memory that the driver reserves for each block."""
 
@@ -33,6 +36,8 @@ class Gpu:
     memory: int
     bandwidth: float
     clock: float
+    multiply_adds: int
+    """Multiply-adds in bfloat16 of a multiprocessor in a cycle, without sparsity, with sums in float32."""
 
     @property
     def arch(self) -> int:
@@ -43,6 +48,10 @@ class Gpu:
     def alu_slots(self) -> int:
         """The issue slots that an instruction of ``sass.ALU`` takes: its pipe is half as wide as a warp up to sm_90."""
         return 2 if self.arch <= 90 else 1
+
+    def tensor_rate(self, warp_group: bool) -> float:
+        """Return the multiply-adds of a multiprocessor in a cycle by ``wgmma`` (``warp_group``) or ``mma.sync``."""
+        return self.multiply_adds * (MMA_SYNC_SHARE if self.arch == 90 and not warp_group else 1)
 
     def resident(self, registers: int, shared: int, threads: int) -> int:
         """Return how many blocks one multiprocessor runs at a time.
@@ -64,13 +73,13 @@ CONTEXT_BYTES = 512 * MB
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (  # code for an architecture is compiled for its first GPU here
-        Gpu("A100", (8, 0), 108, 163 * KB, 164 * KB, 2048, 32, 40 * MB, 80 * GB, 2.039e12, 1.41e9),
-        Gpu("RTX 3090", (8, 6), 82, 99 * KB, 100 * KB, 1536, 16, 6 * MB, 24 * GB, 0.936e12, 1.695e9),
-        Gpu("RTX 4090", (8, 9), 128, 99 * KB, 100 * KB, 1536, 24, 72 * MB, 24 * GB, 1.008e12, 2.52e9),
-        Gpu("H100", (9, 0), 132, 227 * KB, 228 * KB, 2048, 32, 50 * MB, 80 * GB, 3.35e12, 1.755e9),
-        Gpu("H200", (9, 0), 132, 227 * KB, 228 * KB, 2048, 32, 60 * MB, 140 * GB, 4.8e12, 1.98e9),
-        Gpu("B200", (10, 0), 148, 227 * KB, 228 * KB, 2048, 32, 126 * MB, 180 * GB, 8.0e12, 1.86e9),
-        Gpu("RTX 5090", (12, 0), 170, 99 * KB, 100 * KB, 1536, 24, 96 * MB, 32 * GB, 1.792e12, 2.407e9),
+        Gpu("A100", (8, 0), 108, 163 * KB, 164 * KB, 2048, 32, 40 * MB, 80 * GB, 2.039e12, 1.41e9, 1024),
+        Gpu("RTX 3090", (8, 6), 82, 99 * KB, 100 * KB, 1536, 16, 6 * MB, 24 * GB, 0.936e12, 1.695e9, 256),
+        Gpu("RTX 4090", (8, 9), 128, 99 * KB, 100 * KB, 1536, 24, 72 * MB, 24 * GB, 1.008e12, 2.52e9, 256),
+        Gpu("H100", (9, 0), 132, 227 * KB, 228 * KB, 2048, 32, 50 * MB, 80 * GB, 3.35e12, 1.755e9, 2048),
+        Gpu("H200", (9, 0), 132, 227 * KB, 228 * KB, 2048, 32, 60 * MB, 140 * GB, 4.8e12, 1.98e9, 2048),
+        Gpu("B200", (10, 0), 148, 227 * KB, 228 * KB, 2048, 32, 126 * MB, 180 * GB, 8.0e12, 1.86e9, 4096),
+        Gpu("RTX 5090", (12, 0), 170, 99 * KB, 100 * KB, 1536, 24, 96 * MB, 32 * GB, 1.792e12, 2.407e9, 256),
     )
 }
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,30 +40,33 @@ def types_of(arguments: tuple[Any, ...]) -> list[str]:
     return [TYPES[each.dtype] if isinstance(each, Tensor) else "i32" for each in arguments]
 
 
-def key_of(name: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> str:
+def key_of(name: str, arguments: tuple[Any, ...], constants: dict[str, Any], own: bool = False) -> str:
+    """Return the name of a launch's machine code. ``own``: it is for its architecture alone, such as sm_90a."""
     named = json.dumps([name, types_of(arguments), sorted(constants.items())])
-    return f"{name.strip('_')}-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
+    return f"{name.strip('_')}-{hashlib.sha256(named.encode()).hexdigest()[:16]}{'-own' if own else ''}"
 
 
 class Compiling:
     """A kernel that writes the machine code of its launches for ``arch`` to ``folder``, and adds them to
-    ``manifest``."""
+    ``manifest``. ``own``: the code is for that architecture alone (sm_90a), as Triton makes it beside a GPU."""
 
-    def __init__(self, kernel: triton.JITFunction, folder: Path, manifest: dict[str, Any], arch: str = "sm_90"):
-        self.kernel, self.folder, self.manifest, self.arch = kernel, folder, manifest, arch
+    def __init__(
+        self, kernel: triton.JITFunction, folder: Path, manifest: dict[str, Any], arch: str = "sm_90", own: bool = False
+    ):
+        self.kernel, self.folder, self.manifest, self.arch, self.own = kernel, folder, manifest, arch, own
 
     def __getitem__(self, _grid: tuple[Any, ...]) -> Callable[..., None]:
         return self._compile
 
     def _compile(self, *arguments: Any, **constants: Any) -> None:
+        from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        from triton.runtime import driver
 
         from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
         from eagle3.runner.hardware.gpus import BY_ARCH
 
         name = self.kernel.fn.__name__
-        key = key_of(name, arguments, constants)
+        key = key_of(name, arguments, constants, self.own)
         if key in self.manifest:
             return
         options = {each: constants.pop(each) for each in OPTIONS if constants.get(each) is not None}
@@ -71,9 +75,10 @@ class Compiling:
         aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
         values = {(names.index(each),): value for each, value in constants.items()}
         os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # keeps paths of this machine out of the code
-        with compiling(BY_ARCH[self.arch]):
+        gpu = BY_ARCH[self.arch]
+        with nullcontext() if self.own else compiling(gpu):
             source = ASTSource(self.kernel, signature, values, aligned)
-            made = triton.compile(source, target=driver.active.get_current_target(), options=options)
+            made = triton.compile(source, target=GPUTarget("cuda", gpu.arch, 32), options=options)
         (self.folder / f"{key}.cubin").write_bytes(made.asm["cubin"])
         self.manifest[key] = {
             "entry": made.metadata.name, "threads": 32 * made.metadata.num_warps, "shared": made.metadata.shared,
@@ -152,10 +157,10 @@ class Cubins:
 
 
 class Launching:
-    """A kernel that launches the machine code in ``cubins`` with the name of its function."""
+    """A kernel that launches the machine code in ``cubins`` with the name of its function, or its ``own`` code."""
 
-    def __init__(self, kernel: triton.JITFunction, cubins: Cubins):
-        self.name, self.cubins = kernel.fn.__name__, cubins
+    def __init__(self, kernel: triton.JITFunction, cubins: Cubins, own: bool = False):
+        self.name, self.cubins, self.own = kernel.fn.__name__, cubins, own
 
     def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., None]:
         def run(*arguments: Any, **constants: Any) -> None:
@@ -165,6 +170,6 @@ class Launching:
                 ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else ctypes.c_int(each)
                 for each in arguments
             ]
-            self.cubins.launch(key_of(self.name, arguments, constants), grid, values)
+            self.cubins.launch(key_of(self.name, arguments, constants, self.own), grid, values)
 
         return run

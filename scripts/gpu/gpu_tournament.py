@@ -11,6 +11,7 @@ these stages:
 3. ``alone``: each variant on each linear, over weights larger than any L2, timed twice; the difference is the noise.
 4. ``resident``: the same over one weight that fits into L2, which leaves out the time of memory.
 5. ``layers``: the linears of 60 layers in a row, with waits where attention and norms are, as in a round.
+6. ``prefill``: the INT4 kernel of many rows at 512, 1,024 and 2,048 rows, portable and with wgmma (``gpu_prefill.py``).
 """
 
 import json
@@ -27,12 +28,13 @@ import triton
 import triton.language as tl
 from bench_small_m import CYCLED, copy_bandwidth, microseconds
 from gpu_cubins import MANIFEST, Compiling, Cubins, Driver, Kernel, Launching
+from gpu_prefill import compile_prefill, run_prefill
 from gpu_variants import GEMMA, ROUND, VARIANTS, Variant, Weight, cases, dense, made
 from torch import Tensor
 
 from eagle3.export.lowering.cuda.kernels.sums import counters, gated, made_for_named
 
-STAGES = ("right", "gaps", "alone", "resident", "layers")
+STAGES = ("right", "gaps", "alone", "resident", "layers", "prefill")
 CLOSE = 2**-7
 """The largest permitted error of an output, as a share of the largest output."""
 CHECKED = 1024
@@ -74,6 +76,7 @@ def compile_all(folder: Path, linears: Linears) -> dict[str, Any]:
             for following in nexts(variant, linear, linears):
                 x = torch.empty(rows, k, dtype=torch.bfloat16, device="meta")
                 variant.launch(Compiling(variant.kernel, folder, manifest), x, weight, arrived, activation, following)
+    compile_prefill(folder, manifest, linears, arrived)
     for early in (False, True):
         wait(Compiling(wait_kernel, folder, manifest), arrived, 0, early)
     (folder / MANIFEST).write_text(json.dumps(manifest))
@@ -205,6 +208,9 @@ class Run:
                     wait(pause, self.arrived, WAITS[name], early)
 
         return run
+
+    def prefill(self) -> None:
+        run_prefill(self.cubins, self.linears, self.arrived, self.device, self.found["prefill"])
 
     def choice(self) -> dict[str, dict[str, Any]]:
         """Return the fastest correct variant of each linear and number of rows, with its gain over the first one

@@ -69,7 +69,7 @@ def main_loop(disassembly: str) -> tuple[str, ...]:
             names.append(found[1].split(".")[0])
     inner = [(a, b) for a, b in back if not any((c, d) != (a, b) and a <= c and d <= b for c, d in back)]
     loops = [tuple(names[a : b + 1]) for a, b in inner]
-    return max((loop for loop in loops if "HMMA" in loop), key=len, default=())
+    return max((loop for loop in loops if "HMMA" in loop or "HGMMA" in loop), key=len, default=())
 
 
 def assert_two_programs_fit(kernel, types: list[str], constants: dict, arch: int, folder: Path) -> Usage:

@@ -14,8 +14,9 @@ from stand_in_driver import H100, StandIn
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "gpu"))
 
 from gpu_cubins import Cubins
+from gpu_prefill import ROWS, calls, laid_out
 from gpu_tournament import Run
-from gpu_variants import cases, made
+from gpu_variants import ROUND, cases, made
 from small_tournament import LINEARS
 
 from eagle3.export.lowering.cuda.kernels.sums import made_for_named
@@ -37,6 +38,11 @@ def main() -> None:
             if variant.format == "int4":
                 weights = {name: variant.lay_out(*made("int4", *LINEARS[name][:2], "cpu")) for name in order}
                 run.layers_of(variant, order, inputs, [weights] * 4)()
+    for linear, (n, k, _) in LINEARS.items():
+        for rows in ROWS if linear in ROUND else ():
+            _, weight = laid_out(n, k, "cpu")
+            for call in calls(cubins, torch.zeros(rows, k).bfloat16(), weight, run.arrived).values():
+                call()
     for early in (False, True):
         for call in run.gap_calls(early):
             call()

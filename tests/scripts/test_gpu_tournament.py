@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import gpu_prefill
 import gpu_tournament
 import gpu_variants
 import pytest
@@ -21,7 +22,8 @@ from places import HELPERS
 from small_tournament import LINEARS
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_records, small_m, sums
+from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_matmul, int4_records, large_m, small_m, sums
+from eagle3.runner.inspect.machine_code.sass import read_codes
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,8 @@ def test_every_launch_of_the_tournament_has_machine_code_that_the_driver_accepts
     launches = int(done.stdout.split()[0])
     layers = sum(variant.format == "int4" for variant in VARIANTS) * gpu_tournament.LAYERS
     waits = sum(name in gpu_tournament.WAITS for name in LINEARS)
-    assert launches == len(cases(LINEARS)) + layers * (len(LINEARS) + waits) + 2 * gpu_tournament.EMPTY
+    prefill = len(LINEARS) * len(gpu_prefill.ROWS) * len(gpu_prefill.FORMS)
+    assert launches == len(cases(LINEARS)) + layers * (len(LINEARS) + waits) + 2 * gpu_tournament.EMPTY + prefill
 
 
 def test_only_kernels_that_wait_for_earlier_launches_are_launched_early(compiled):
@@ -49,6 +52,44 @@ def test_only_kernels_that_wait_for_earlier_launches_are_launched_early(compiled
         code = (compiled / f"{key}.cubin").read_bytes()
         assert about["early"] == (about["constants"].get("EARLY") is True)
         assert b"/tmp" not in code and str(Path.home()).encode() not in code
+
+
+def test_the_kernels_of_a_prefill_are_compiled_with_wgmma_and_without(compiled):
+    manifest = json.loads((compiled / MANIFEST).read_text())
+    prefill = {key: about["constants"] for key, about in manifest.items() if "int4_matmul" in key}
+    assert {(key.endswith("-own"), constants["BLOCK_M"]) for key, constants in prefill.items()} == {
+        (True, 128), (False, 64)
+    }  # fmt: skip
+    codes = read_codes((compiled / f"{key}.cubin").read_bytes() for key in prefill)
+    for key in prefill:
+        loops = codes[(compiled / f"{key}.cubin").read_bytes()].loops
+        assert {loop.warp_group for loop in loops if loop.multiply_adds} == {key.endswith("-own")}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_prefill_is_checked_and_its_share_of_the_peak_printed(wrong, monkeypatch, capsys):
+    found, weights = {}, gpu_prefill.laid_out
+    linears = {"down": LINEARS["down"], "lm_head": (128, 768, "")}
+
+    def laid_out(*given):
+        common, (qdata, *rest) = weights(*given)
+        return common, (qdata ^ 1 if wrong else qdata, *rest)
+
+    monkeypatch.setattr(gpu_prefill, "laid_out", laid_out)
+    monkeypatch.setattr(gpu_prefill, "ROWS", (130,))
+    monkeypatch.setattr(gpu_prefill, "microseconds", lambda calls: 10.0)
+    monkeypatch.setattr(gpu_prefill, "Launching", lambda kernel, _, own: int4_matmul._int4_matmul_kernel)
+    with interpreted(sums, large_m, int4_matmul):
+        gpu_prefill.run_prefill(None, linears, sums.counters(), "cpu", found)
+    assert set(found) == {"down, 130 rows, portable", "down, 130 rows, sm_90a"}
+    if wrong:
+        assert all(of.keys() == {"error"} and of["error"] > gpu_prefill.CLOSE for of in found.values())
+    else:
+        flops = 2 * 130 * 128 * 768 / 10e-6
+        assert all(
+            of == pytest.approx({"us": 10, "flops": flops, "share_of_peak": flops / 989e12}) for of in found.values()
+        )
+        assert "TFLOP/s, 0% of the peak" in capsys.readouterr().out
 
 
 def test_a_launch_that_was_not_compiled_is_named(compiled):

@@ -6,6 +6,8 @@ kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at leas
 - memory: the bytes of weights, and of other tensors larger than L2, divided by the GPU's bandwidth;
 - issue: the warp instructions divided by four schedulers per SM, or those of the ALU divided by half as many up to
   sm_90, whichever takes longer; for a kernel with a matmul, those of its main loop;
+- tensor: the multiply-adds of a matmul's main loop, divided by those of the GPU's tensor cores; on sm_90 those are more
+  by HGMMA (``wgmma``) than by HMMA (``mma.sync``);
 - latency: the same bytes, with at most as many in flight as the blocks that fit on the GPU have requested; after
   attention, the loads that add the partial sums of its programs, in the last program or in a separate launch.
 
@@ -94,10 +96,13 @@ NO_CONTEXT = Context()
 
 
 class Issued(NamedTuple):
-    """The warp instructions of a launch: ``all`` of them, and those of ``sass.ALU``."""
+    """The warp instructions of a launch: ``all`` of them, and those of ``sass.ALU``. ``multiply_adds``: those of its
+    matmul, by HGMMA if ``warp_group``."""
 
     all: float
     alu: float
+    multiply_adds: float = 0.0
+    warp_group: bool = False
 
 
 def chunks(positions: int, chunk: int, equal: int) -> int:
@@ -122,14 +127,15 @@ def cost(
     A round is one ``target_verify`` and ``steps`` calls of ``draft_decode``, or one ``speculate``. ``kernels`` holds
     fatbins by method and name. Raises ValueError if a kernel is missing or does not fit on a GPU.
     """
-    codes = read_codes(fatbin for named in kernels.values() for fatbin in named.values())
+    fatbins = [fatbin for named in kernels.values() for fatbin in named.values()]
+    codes = {capability: read_codes(fatbins, capability) for capability in {gpu.capability for gpu in gpus}}
     methods = {}
     for method, recorded in launches.items():
         missing = {entry["kernel"] for entry in recorded["launches"]} - kernels.get(method, {}).keys()
         if missing:
             raise ValueError(f"{method} has no kernel {min(missing)}, which export.json has: it is of another export")
         found = [
-            _launch(entry, recorded["rows"], codes[kernels[method][entry["kernel"]]], gpus, context)
+            _launch_on(gpus, entry, recorded["rows"], codes, kernels[method][entry["kernel"]], context)
             for entry in recorded["launches"]
         ]
         methods[method] = _method(recorded, found, gpus)
@@ -200,6 +206,26 @@ def _bound(limit: float, least: float, launching: float) -> dict[str, float]:
     }
 
 
+def _launch_on(
+    gpus: list[Gpu],
+    entry: Mapping[str, Any],
+    rows: int,
+    codes: Mapping[tuple[int, int], Mapping[bytes, Code]],
+    fatbin: bytes,
+    context: Context,
+) -> dict[str, Any]:
+    """Return a recorded launch with its time on each GPU, from the code that this GPU runs, and the figures of the
+    code on the first GPU."""
+    found = [
+        _launch(entry, rows, of[fatbin], [gpu for gpu in gpus if gpu.capability == capability], context)
+        for capability, of in sorted(codes.items(), key=lambda item: item[0] != gpus[0].capability)
+    ]
+    times = {
+        key: {name: time for each in found for name, time in each[key].items()} for key in ("seconds", "estimates")
+    }
+    return found[0] | times
+
+
 def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], context: Context) -> dict[str, Any]:
     """Return a recorded launch together with the figures of its kernel's code and its time on each GPU."""
     warps, blocks, adding = entry["threads"] // WARP, math.prod(entry["grid"]), 0.0
@@ -224,7 +250,8 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
     if loop:  # one iteration in machine code is ``passes`` iterations in the source
         per_weight = loop.instructions * warps * WARP / (passes * products["weights"]) if not cache else None
         scale = warps * products["iterations"] / passes
-        issued = Issued(loop.instructions * scale, loop.alu * scale)
+        multiply_adds = loop.multiply_adds * scale
+        issued = Issued(loop.instructions * scale, loop.alu * scale, multiply_adds, loop.warp_group)
         thread_bytes = loop.copy_bytes * loop.ahead + loop.load_bytes // passes
     else:
         per_weight, thread_bytes = None, code.load_bytes
@@ -291,9 +318,10 @@ def _seconds(
     if not on_one:
         takes = f"{entry['threads']} threads of {registers} registers, {entry['shared_bytes']:,} bytes of shared memory"
         raise ValueError(f"{entry['kernel']} does not fit on {gpu.name} ({takes}): type another --gpu")
-    blocks = min(blocks, gpu.multiprocessors * on_one)
+    blocks, cycles = min(blocks, gpu.multiprocessors * on_one), gpu.multiprocessors * gpu.clock
     return {
         "memory": size / gpu.bandwidth,
-        "issue": max(issued.all, gpu.alu_slots * issued.alu) / (gpu.multiprocessors * SCHEDULERS * gpu.clock),
+        "issue": max(issued.all, gpu.alu_slots * issued.alu) / (SCHEDULERS * cycles),
+        "tensor": issued.multiply_adds / (gpu.tensor_rate(issued.warp_group) * cycles),
         "latency": adding + (LATENCY_SECONDS * size / (blocks * in_flight) if in_flight else 0.0),
     }

@@ -2,7 +2,9 @@
 
 NVIDIA's ``cuobjdump`` disassembles; it is in Triton's wheel and in every CUDA toolkit. The mnemonics are those of sm_80
 to sm_120. LDG loads to registers. LDGSTS copies to shared memory asynchronously, LDGDEPBAR ends a group of such copies,
-and DEPBAR waits until at most a given number of groups is pending. HMMA multiplies 16 x 8 x k on the tensor cores.
+and DEPBAR waits until at most a given number of groups is pending. HMMA multiplies 16 x 8 x k on the tensor cores; four
+warps together issue HGMMA, which multiplies 64 x n x 16. A fatbin may have several images; the one is read that a GPU
+would run.
 """
 
 import hashlib
@@ -15,13 +17,17 @@ import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from eagle3.runner.artifact.cuda_library import preferred
 
 TOOL = "cuobjdump"
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", re.MULTILINE)
 REGISTERS, STACK = re.compile(r"REG:(\d+)"), re.compile(r"STACK:(\d+)")
 SOURCE = "Fatbin ptx code:"
+IMAGE = re.compile(r"^Fatbin (elf|ptx) code:\n=+\narch = (\w+)$", re.MULTILINE)
 THREADS = re.compile(r"\.reqntid (\d+)")
 TABLES = re.compile(r"\.local .*__local_depot\d+\[(\d+)\]")
 SHARED = re.compile(r"^\s*\.shared .*\[(\d+)\]", re.MULTILINE)
@@ -42,7 +48,8 @@ and modifiers."""
 @dataclass(frozen=True)
 class Loop:
     """One iteration of a loop: ``multiply_adds`` per warp, bytes per thread. ``ahead`` is how many iterations before
-    their use the copies to shared memory are issued. ``alu``: how many of the instructions are in ``ALU``."""
+    their use the copies to shared memory are issued. ``alu``: how many of the instructions are in ``ALU``.
+    ``warp_group``: its products are HGMMA."""
 
     instructions: int
     multiply_adds: int
@@ -50,6 +57,7 @@ class Loop:
     copy_bytes: int
     ahead: int
     alu: int
+    warp_group: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,9 +105,10 @@ def disassembler() -> Path:
     return Path(found)
 
 
-def read_codes(fatbins: Iterable[bytes]) -> dict[bytes, Code]:
-    """Disassemble each fatbin. Raises FileNotFoundError without ``cuobjdump``, ValueError for a fatbin it refuses."""
-    return _read_all(fatbins, ("-res-usage", "-sass", "-ptx"), parse)
+def read_codes(fatbins: Iterable[bytes], capability: tuple[int, int] | None = None) -> dict[bytes, Code]:
+    """Disassemble each fatbin's image for a GPU of this compute capability, or its first image. Raises
+    FileNotFoundError without ``cuobjdump``, ValueError for a fatbin it refuses."""
+    return _read_all(fatbins, ("-res-usage", "-sass", "-ptx"), partial(parse, capability=capability))
 
 
 def read_usages(fatbins: Iterable[bytes]) -> dict[bytes, Usage]:
@@ -137,11 +146,26 @@ def parse_usage(usage: str, ptx: str) -> Usage:
     )
 
 
-def parse(usage: str, sass: str, ptx: str) -> Code:
-    """Parse what ``cuobjdump -res-usage``, ``-sass`` and ``-ptx`` print for a fatbin.
+def images(printed: str, form: str) -> dict[str, str]:
+    """Split what ``cuobjdump`` prints for a fatbin into its images of a form, "elf" or "ptx", by architecture. What it
+    prints for bare machine code is {"": printed}."""
+    found = list(IMAGE.finditer(printed))
+    if not found:
+        return {"": printed}
+    ends = [*(each.start() for each in found[1:]), len(printed)]
+    return {each[2]: printed[each.end() : end] for each, end in zip(found, ends, strict=True) if each[1] == form}
+
+
+def parse(usage: str, sass: str, ptx: str, capability: tuple[int, int] | None = None) -> Code:
+    """Parse what ``cuobjdump -res-usage``, ``-sass`` and ``-ptx`` print for a fatbin: its image for a GPU of this
+    compute capability, or its first one.
 
     Raises ValueError if there is no machine code.
     """
+    codes = images(sass, "elf")
+    if "" not in codes and codes:
+        arch = preferred(list(codes), capability)
+        usage, sass, ptx = images(usage, "elf")[arch], codes[arch], images(ptx, "ptx").get(arch, "")
     used, code = REGISTERS.search(usage), [(int(at, 16), text) for at, text in INSTRUCTION.findall(sass)]
     if used is None or not code:
         raise ValueError("a kernel has no machine code (PTX alone?): export it again for the GPU that it is to run on")
@@ -169,7 +193,8 @@ def _loop(body: list[str]) -> Loop:
     waits = [int(match[1], 16) for text in body if (match := WAIT.match(text))]
     ahead = max(waits, default=0) // groups + 1 if groups else 0
     loaded, copied = _bytes(body, "LDG."), _bytes(body, "LDGSTS.")
-    return Loop(len(body), sum(map(_multiply_adds, body)), loaded, copied, ahead, _alu(body))
+    warp_group = any(text.startswith("HGMMA") for text in body)
+    return Loop(len(body), sum(map(_multiply_adds, body)), loaded, copied, ahead, _alu(body), warp_group)
 
 
 def _alu(body: list[str]) -> int:

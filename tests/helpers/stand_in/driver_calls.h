@@ -22,7 +22,9 @@ int cuModuleLoadData(void** module, const void* image) {
     }
     return fail(NO_BINARY, "the module is made for %s, the device is sm_%u", made.c_str(), state().arch);
   }
-  auto code = std::find_if(images.begin(), images.end(), [](auto& each) { return each.machine_code; });
+  // Code for the device alone comes before code that later ones run too; where only PTX runs, any code stands for it.
+  auto code = std::find_if(images.begin(), images.end(), [&](auto& each) { return each.machine_code && each.variant && fits(each); });
+  if (code == images.end()) code = std::find_if(images.begin(), images.end(), [](auto& each) { return each.machine_code && !each.variant; });
   if (code == images.end()) return fail(NO_BINARY, "the stand-in reads machine code, the module has none");
   uint64_t size = 0;
   for (auto& each : images) size = std::max<uint64_t>(size, each.data + each.size - static_cast<const char*>(image));

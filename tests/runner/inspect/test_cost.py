@@ -199,7 +199,7 @@ def test_cost_names_a_kernel_that_does_not_fit_on_a_gpu(counted):
 @pytest.fixture
 def counted(monkeypatch):
     """A function that returns ``cost`` for launches of a method whose kernels all have the code ``CODE``."""
-    monkeypatch.setattr(cost_module, "read_codes", lambda fatbins: dict.fromkeys(fatbins, CODE))
+    monkeypatch.setattr(cost_module, "read_codes", lambda fatbins, _: dict.fromkeys(fatbins, CODE))
 
     def count(*entries, gpu="H200", steps=3, methods=(TARGET_VERIFY, DRAFT_DECODE), context=NO_CONTEXT):
         recorded = {"rows": 4, "weight_bytes": 10**9, "launches": entries}
@@ -229,7 +229,7 @@ def test_a_launch_takes_the_longest_of_memory_issue_and_latency_time(counted):
 @pytest.mark.parametrize(("gpu", "slots"), [("A100", 2), ("RTX 4090", 2), ("H200", 2), ("B200", 1), ("RTX 5090", 1)])
 def test_half_rate_instructions_take_two_issue_slots_up_to_sm_90(counted, monkeypatch, gpu, slots):
     half = replace(CODE, loops=(replace(EIGHT, alu=80),))
-    monkeypatch.setattr(cost_module, "read_codes", lambda fatbins: dict.fromkeys(fatbins, half))
+    monkeypatch.setattr(cost_module, "read_codes", lambda fatbins, _: dict.fromkeys(fatbins, half))
     (kernel,) = counted(launch(), gpu=gpu)["methods"][TARGET_VERIFY]["kernels"]
     issue = max(100, slots * 80) * 4 * 1000 / (GPUS[gpu].multiprocessors * 4 * GPUS[gpu].clock)
     assert kernel["seconds"][gpu]["issue"] == pytest.approx(issue)
@@ -376,7 +376,7 @@ def test_cost_is_refused_in_one_line_without_recorded_launches(artifact):
 
 def test_inspect_cost_prints_tables_and_json(cuda_artifact, monkeypatch):
     monkeypatch.setattr(
-        cost_module, "read_codes", lambda fatbins: dict.fromkeys(fatbins, replace(CODE, spill_bytes=48))
+        cost_module, "read_codes", lambda fatbins, _: dict.fromkeys(fatbins, replace(CODE, spill_bytes=48))
     )
     found = json.loads(run_command(main, cuda_artifact, "--cost", "--json").stdout)
     arch = found["metadata"]["get_manifest"]["cuda_arch"]

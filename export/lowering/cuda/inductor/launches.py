@@ -301,6 +301,8 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
     row_tiles = max(1, blocks // (constants.get("PROGRAMS") or math.prod(division.programs(tiles))))
     if "DIVIDED" in constants:  # the number of parts depends on the rows
         row_tiles = math.ceil(rows / block_m)
+    if at_a_time := constants.get("ROWS"):  # a program takes its rows in several tiles, in one image of its code
+        row_tiles, block_m = row_tiles * (block_m // at_a_time), at_a_time
     weights = block_n * run_of_k
     halves = "_int8_small_m", "_int8_experts_small_m"
     dots = 2 if kernel.startswith(halves) else 1  # two products for each weight, of its low and its high half

@@ -59,7 +59,7 @@ class Division(NamedTuple):
         return (self.whole + (tiles - self.whole) * self.parts, 1) if self.whole else (tiles, self.parts)
 
 
-_MADE_FOR = [(132, True)]  # an H100 or an H200, until ``made_for`` adds another GPU
+_MADE_FOR = [(132, True, True)]  # an H100 or an H200, until ``made_for`` adds another GPU
 MOST_PARTS, STARTING, TOGETHER = 8, 2, 2
 """``MOST_PARTS`` is the most programs of a tile, ``STARTING`` the number of blocks of K that cost as much as a wave of
 programs, and ``TOGETHER`` the number of programs that run on a multiprocessor at a time. On an H200 an INT4 matmul
@@ -71,13 +71,15 @@ GAIN = 1.03
 WHOLE_TILES_ON = ("sm_90",)
 """The architectures on which whole tiles next to divided tiles were timed (on an H200). On sm_80 and sm_100 such a
 program takes more than 128 registers a thread, so that one fits on a multiprocessor instead of two."""
+WGMMA_ON = ("sm_90",)
+"""The architectures whose warp groups multiply with ``wgmma``."""
 
 
 @contextmanager
-def made_for(count: int, whole_tiles: bool) -> Iterator[None]:
+def made_for(count: int, whole_tiles: bool, wgmma: bool = False) -> Iterator[None]:
     """Divide matmuls for a GPU with ``count`` multiprocessors; ``whole_tiles`` allows whole tiles next to divided
-    ones."""
-    _MADE_FOR.append((count, whole_tiles))
+    ones. ``wgmma``: the GPU has these instructions."""
+    _MADE_FOR.append((count, whole_tiles, wgmma))
     try:
         yield
     finally:
@@ -86,17 +88,22 @@ def made_for(count: int, whole_tiles: bool) -> Iterator[None]:
 
 def made_for_named(arch: str) -> AbstractContextManager[None]:
     """Divide matmuls for the GPU that code for ``arch`` is compiled for."""
-    return made_for(BY_ARCH[arch].multiprocessors, arch in WHOLE_TILES_ON)
+    return made_for(BY_ARCH[arch].multiprocessors, arch in WHOLE_TILES_ON, arch in WGMMA_ON)
 
 
 def made_for_here() -> AbstractContextManager[None]:
     """Divide matmuls for the GPU of this machine."""
-    return made_for(local_multiprocessors(), local_arch() in WHOLE_TILES_ON)
+    return made_for(local_multiprocessors(), local_arch() in WHOLE_TILES_ON, local_arch() in WGMMA_ON)
 
 
 def multiprocessors() -> int:
     """Return the multiprocessors of the GPU that matmuls are divided for."""
     return _MADE_FOR[-1][0]
+
+
+def has_wgmma() -> bool:
+    """Return True if the GPU that matmuls are divided for has ``wgmma``."""
+    return _MADE_FOR[-1][2]
 
 
 def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:

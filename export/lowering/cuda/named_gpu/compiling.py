@@ -2,14 +2,17 @@
 
 The code must run on later architectures as well. Triton would compile for sm_90a, whose PTX runs only on that
 architecture (NVIDIA's PTX ISA, ".target"). Here it compiles for sm_90 with the matrix instructions of sm_89, because
-LLVM would abort on wgmma and tcgen05. LLVM would also abort on a warp-wide maximum of floats in one instruction, which
+LLVM would abort on wgmma and tcgen05. INT4 matmuls of many rows for sm_90 get code for sm_90a beside it
+(``second_image``). LLVM would also abort on a warp-wide maximum of floats in one instruction, which
 Triton uses for sm_100 although only sm_100a has it, so sm_100 is lowered to LLVM as sm_90 is. If a configuration still
 needs such an instruction, the next configuration is tried.
 """
 
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
 from eagle3.export.lowering.cuda.named_gpu.configurations import best, only
+from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages, own_config, plain_config
 from eagle3.export.patching.patches import all_replaced, environment
 from eagle3.runner.hardware.gpus import REGISTERS, Gpu
 
@@ -77,10 +81,11 @@ def add_grid(inductor_meta: dict[str, Any], config: Config) -> None:
 
 class OneConfiguration(CachingAutotunerPlugin):
     """Compiles each kernel with one configuration that fits ``gpu``, and keeps it instead of a launch: the first that
-    fits for Inductor's own kernels, the one that ``configurations`` chooses for a hand-written kernel."""
+    fits for Inductor's own kernels, the one that ``configurations`` chooses for a hand-written kernel. ``images``
+    compiles the second image of a kernel that gets one."""
 
-    def __init__(self, gpu: Gpu):
-        self.gpu = gpu
+    def __init__(self, gpu: Gpu, images: SecondImages):
+        self.gpu, self.images = gpu, images
 
     def pre_compile(self, autotuner: CachingAutotuner) -> None:
         if not autotuner.compile_results:
@@ -97,12 +102,12 @@ class OneConfiguration(CachingAutotunerPlugin):
 
     def chosen(self, autotuner: CachingAutotuner) -> CompileResult:
         """Return the compiled kernel, whose grid is in the metadata. Raises ValueError if no configuration fits."""
-        gpu = self.gpu
+        gpu, second = self.gpu, self.images.wanted(autotuner)
         refusals: list[str] = []
 
         def compiled(config: Config) -> CompileResult | None:
             try:
-                result = autotuner._precompile_config(config)
+                result = autotuner._precompile_config(plain_config(config) if second else config)
             except (OutOfResources, PTXASError) as error:
                 refusals.append(str(error))
                 return None
@@ -122,6 +127,8 @@ class OneConfiguration(CachingAutotunerPlugin):
         if result is None:
             name = autotuner.fn.__name__
             raise ValueError(f"no configuration of the kernel {name} fits sm_{gpu.arch}: {refusals[-1]}")
+        if second:
+            self.images.add(autotuner, result, own_config(result.config))
         add_grid(autotuner.inductor_meta, result.config)
         return result
 
@@ -130,6 +137,18 @@ class OneConfiguration(CachingAutotunerPlugin):
 def compiling(gpu: Gpu) -> Iterator[None]:
     """Make Triton compile plain code for ``gpu``, and Inductor each kernel as ``OneConfiguration`` says."""
     make_ttgir, make_llir = compiler.CUDABackend.make_ttgir, compiler.CUDABackend.make_llir
+    own_arch = compiler.sm_arch_from_capability
+
+    @contextmanager
+    def own_code() -> Iterator[None]:
+        values = {
+            f"{TRITON}sm_arch_from_capability": own_arch,
+            f"{TRITON}CUDABackend.make_ttgir": staticmethod(make_ttgir),
+        }
+        with all_replaced(values), environment({"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-own")}):
+            yield
+
+    images = SecondImages(gpu, own_code)
 
     def make_plain_llir(
         self: compiler.CUDABackend, src: object, metadata: dict[str, Any], options: object, capability: int
@@ -154,7 +173,8 @@ def compiling(gpu: Gpu) -> Iterator[None]:
                     f"{TRITON}CUDABackend.make_llir": make_plain_llir,
                     f"{INDUCTOR}codegen.cuda.compile_utils._nvcc_arch_as_compile_option": lambda: str(gpu.arch),
                     f"{INDUCTOR}runtime.triton_helpers.set_driver_to_gpu": lambda: None,
-                    f"{HEURISTICS}get_caching_autotuner_plugins": lambda _autotuner: [OneConfiguration(gpu)],
+                    f"{HEURISTICS}get_caching_autotuner_plugins": lambda _autotuner: [OneConfiguration(gpu, images)],
+                    f"{INDUCTOR}codecache.subprocess": SimpleNamespace(**vars(subprocess) | {"run": images.run}),
                 }
             ),
         ):

@@ -19,25 +19,62 @@ from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, large_m, small_m, sums
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
+from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.runner.inspect.machine_code.ptx import SECTOR, WARP, loads
 
+WGMMA, PLAIN, OTHER = "wgmma", "the same grid without wgmma", "another GPU"
+FORMS = [WGMMA, PLAIN, OTHER]
 
-def product(x: Tensor, *weight: Tensor | list[Tensor], arrived: Tensor | None = None, count: int | None = None):
+
+class Plain:
+    """The kernel as the portable image for sm_90 has it: the rows of a program 64 at a time."""
+
+    def __getitem__(self, programs):
+        return lambda *args, **options: int4_matmul._int4_matmul_kernel[programs](*args, **options | {"ROWS": 64})
+
+
+def product(
+    x: Tensor,
+    *weight: Tensor | list[Tensor],
+    arrived: Tensor | None = None,
+    count: int | None = None,
+    form: str = WGMMA,
+) -> Tensor:
     arrived = sums.counters() if arrived is None else arrived
-    with interpreted(sums, small_m, int4, large_m, int4_matmul):
-        return int4_matmul._launch_matmul(
-            int4_matmul._int4_matmul_kernel, int4_matmul.int4_small_m_kernel, x, *weight, arrived, count
-        )
+    here = sums.made_for(132, True, form != OTHER)
+    with interpreted(sums, small_m, int4, large_m, int4_matmul), here:
+        kernel = Plain() if form == PLAIN else int4_matmul._int4_matmul_kernel
+        return int4_matmul._launch_matmul(kernel, int4_matmul.int4_small_m_kernel, x, *weight, arrived, count)
 
 
 def assert_right(found: Tensor, x: Tensor, weight: tuple) -> None:
     assert_product(found, x, torch.cat(int4.dequantized(*weight)).bfloat16())
 
 
-@pytest.mark.parametrize("m", [33, 63, 64, 65, 130])
-def test_the_int4_product_is_right_for_any_number_of_rows(m):
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("m", [33, 64, 65, 127, 128, 129, 193])
+def test_the_int4_product_is_right_for_any_number_of_rows(m, form):
     x, weight = activations(m, 256), parts(int4_weight(33, 256))
-    assert_right(product(x, *weight), x, weight)
+    assert_right(product(x, *weight, form=form), x, weight)
+
+
+@pytest.mark.parametrize(("wgmma", "rows"), [(True, 128), (False, 64)])
+def test_a_program_takes_128_rows_on_a_gpu_with_wgmma(wgmma, rows):
+    seen = []
+
+    class Noting:
+        def __getitem__(self, programs):
+            return lambda *_, **options: seen.append((programs, options["BLOCK_M"], options["ROWS"]))
+
+    with sums.made_for(132, True, wgmma):
+        weight = parts(int4_weight(33, 256))
+        int4_matmul._launch_matmul(Noting(), None, activations(129, 256), *weight, sums.counters())
+    assert seen == [((-(-129 // rows), 1, 1), rows, rows)]
+    with sums.made_for_named("sm_90"):
+        assert large_m.rows_of_program() == 128
+    for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
+        with sums.made_for_named(arch):
+            assert large_m.rows_of_program() == 64
 
 
 @pytest.mark.parametrize("m", [1, 9, 16, 17, 32])
@@ -85,11 +122,11 @@ def test_the_outputs_of_several_int4_weights_are_side_by_side():
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_any_split_of_k_of_the_int4_product_is_right_and_leaves_the_counters_unchanged(count):
-    x, weight, arrived = activations(70, 1280), parts(int4_weight(130, 1280)), sums.counters()
+@pytest.mark.parametrize(("count", "form"), [(2, WGMMA), (3, PLAIN), (5, OTHER)])
+def test_any_split_of_k_of_the_int4_product_is_right_and_leaves_the_counters_unchanged(count, form):
+    x, weight, arrived = activations(140, 1280), parts(int4_weight(130, 1280)), sums.counters()
     for _ in range(2):  # the second call finds what the first one left
-        assert_right(product(x, *weight, arrived=arrived, count=count), x, weight)
+        assert_right(product(x, *weight, arrived=arrived, count=count, form=form), x, weight)
         assert not arrived.any()
 
 
@@ -159,7 +196,7 @@ TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16",
 def test_two_programs_of_the_int4_product_fit_and_do_not_spill(arch, divided, tmp_path):
     constants = {"N0": 8192, "N1": 4096, "N2": 4096, "K": 5376, "G": 32, "BLOCK_M": large_m.ROWS}
     constants |= {"BLOCK_N": large_m.TILE, "BLOCK_K": large_m.BLOCK_K, "STAGES": large_m.STAGES}
-    constants["DIVIDED"] = divided
+    constants |= {"DIVIDED": divided, "ROWS": large_m.ROWS}
     found = usage(int4_matmul._int4_matmul_kernel, TYPES, constants, arch, tmp_path, large_m.WARPS)
     assert found.stack == 0 and found.registers <= 255
     assert 2 * (found.shared + 1024) <= SHARED
@@ -171,6 +208,19 @@ def test_two_programs_of_the_int4_product_fit_and_do_not_spill(arch, divided, tm
     if arch not in (90, 100):  # whose products are wgmma's and tcgen05's where the GPU is at hand
         assert found.loop.count("FFMA") >= 64 and "HMMA" in found.loop
         assert found.a_weight(large_m.TILE * large_m.BLOCK_K, large_m.WARPS) <= 7.1
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("divided", [False, True])
+def test_with_wgmma_128_rows_fit_and_no_product_is_waited_for_alone(divided, tmp_path):
+    """ptxas waits behind every wgmma, 8 of them, where a path leads past the loop."""
+    constants = {"N0": 8192, "N1": 4096, "N2": 4096, "K": 5376, "G": 32} | large_m.PROGRAM
+    constants |= {"BLOCK_M": large_m.WGMMA_ROWS, "ROWS": large_m.WGMMA_ROWS, "DIVIDED": divided}
+    warps = constants.pop("num_warps")
+    found = usage(int4_matmul._int4_matmul_kernel, TYPES, constants, 90, tmp_path, warps)
+    assert found.stack == 0 and BY_ARCH["sm_90"].resident(found.registers, found.shared, 32 * warps) == 2
+    assert found.loop.count("HGMMA") == 8 and found.loop.count("WARPGROUP") == 3  # two arrivals, one wait
+    assert found.a_weight(large_m.TILE * large_m.BLOCK_K, warps) <= 6.6
 
 
 class Scaled(Linear):
@@ -189,5 +239,5 @@ def test_both_int4_kernels_for_dynamic_rows_share_one_input():
     (recorded,) = found.values()
     (launch,) = (entry for entry in recorded["launches"] if entry["products"])
     assert "small_m" in launch["kernel"] and launch["grid"][0] == 2
-    sums_of_parts = 4 * (1024 // large_m.ROWS * large_m.MOST_PARTS) * large_m.ROWS * large_m.TILE
+    sums_of_parts = 4 * (1024 // large_m.WGMMA_ROWS * large_m.MOST_PARTS) * large_m.WGMMA_ROWS * large_m.TILE
     assert recorded["workspace_bytes"] == sums_of_parts + 1024 * (512 + 48) * 2

@@ -1,0 +1,129 @@
+"""Adds a second image to a kernel's fatbin: machine code with ``wgmma``, which runs on compute capability 9.0 alone.
+
+Code for plain sm_90 runs on later GPUs too and has no ``wgmma``. CUDA's driver prefers an image for sm_90a on a GPU
+with compute capability 9.0; all other GPUs take the plain image or its PTX. Both images have one name, and the host
+launches them with the same grid, threads, arguments and shared memory, so ``second_image`` refuses two that differ. The
+host passes the larger of the two sizes of shared memory.
+"""
+
+import hashlib
+import re
+import subprocess
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, CompileResult
+from triton import Config
+
+from eagle3.export.lowering.cuda.kernels.large_m import ROWS
+from eagle3.export.lowering.cuda.kernels.sums import WGMMA_ON
+from eagle3.export.lowering.cuda.named_gpu.configurations import usage
+from eagle3.runner.hardware.gpus import Gpu
+
+ARCH = "90a"
+AT_A_TIME = "ROWS"
+"""The constant of a kernel that may take the rows of a program in several tiles. Such kernels get a second image, if it
+has ``wgmma`` and no spills. In others, ptxas would wait for each product unless K is divided."""
+EQUAL = ("name", "num_warps", "num_ctas", "global_scratch_size", "global_scratch_align", "profile_scratch_size")
+"""The metadata of Triton that the host's code depends on, apart from shared memory."""
+PARAMETERS = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
+
+
+class Image(NamedTuple):
+    """A kernel for ``ARCH``, as machine code and as PTX. The PTX is for ``eagle3-inspect --check-code``."""
+
+    cubin: bytes
+    ptx: str
+
+
+class SecondImages:
+    """The second images of one lowering. ``own_code`` is a context in which Triton compiles for ``ARCH``."""
+
+    def __init__(self, gpu: Gpu, own_code: Callable[[], AbstractContextManager[None]]):
+        self.gpu, self.own_code = gpu, own_code
+        self.known: dict[str, Image] = {}
+
+    def wanted(self, autotuner: CachingAutotuner) -> bool:
+        """Return True if the kernel gets a second image for the GPU. This is decided here alone."""
+        return f"sm_{self.gpu.arch}" in WGMMA_ON and AT_A_TIME in autotuner.triton_meta["constants"]
+
+    def add(self, autotuner: CachingAutotuner, plain: CompileResult, config: Config) -> None:
+        """Compile the second image of a kernel with ``config``, and let the host of ``plain`` pass enough shared memory
+        for both. Nothing is added if the image would have no ``wgmma``, or would spill registers.
+
+        Raises ValueError if one host cannot launch both, or for more shared memory than the GPU has.
+        """
+        with self.own_code():
+            own = autotuner._precompile_config(config).kernel
+        if "wgmma.mma_async" not in own.asm["ptx"] or usage(own.asm["cubin"])[1]:
+            return
+        shared = shared_by_both(plain.kernel, own)
+        if shared > self.gpu.shared_memory_per_block:
+            have = f"{self.gpu.name} has {self.gpu.shared_memory_per_block}"
+            raise ValueError(f"{own.metadata.name} for sm_{ARCH} takes {shared} bytes of shared memory, {have}")
+        plain.kernel.metadata = plain.kernel.metadata._replace(shared=shared)
+        self.known[_digest(plain.kernel.asm["cubin"])] = Image(own.asm["cubin"], own.asm["ptx"])
+
+    def run(self, command: list[str], *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - as subprocess.run
+        """Replaces ``subprocess.run`` where Inductor calls ``fatbinary``: add the second image of its kernel.
+
+        Raises ValueError if nvcc is called in place of ``fatbinary``, which would leave the image out.
+        """
+        if "-fatbin" in command and self.known:
+            raise ValueError("nvcc makes a fatbin without the code for sm_90a: fatbinary is not beside nvcc")
+        if any(word.startswith("--create=") for word in command):
+            command = [*command, *self._images(command)]
+        return subprocess.run(command, *arguments, **options)
+
+    def _images(self, command: list[str]) -> list[str]:
+        """Write the second image of the kernel that ``command`` packs, and return the words that pack it too."""
+        (cubin,) = (Path(word.partition("file=")[2]) for word in command if word.startswith("--image3=kind=elf"))
+        image = self.known.get(_digest(cubin.read_bytes()))
+        if image is None:
+            return []
+        machine_code, ptx = cubin.with_suffix(f".{ARCH}.cubin"), cubin.with_suffix(f".{ARCH}.ptx")
+        machine_code.write_bytes(image.cubin)
+        ptx.write_text(image.ptx)
+        return [f"--image3=kind=elf,sm={ARCH},file={machine_code}", f"--image3=kind=ptx,sm={ARCH},file={ptx}"]
+
+
+def plain_config(config: Config) -> Config:
+    """Return the configuration of the plain image, which takes fewer rows at a time, since it has no ``wgmma``."""
+    plain = copy(config)
+    plain.kwargs = {**config.kwargs, AT_A_TIME: ROWS}
+    return plain
+
+
+def own_config(plain: Config) -> Config:
+    """Return the configuration of the second image, which takes all rows of a program at a time."""
+    own = copy(plain)
+    own.kwargs = {name: value for name, value in plain.kwargs.items() if name != AT_A_TIME}
+    own.maxnreg = None
+    return own
+
+
+def shared_by_both(plain: Any, own: Any) -> int:  # noqa: ANN401 - kernels as Triton compiles them
+    """Return the bytes of shared memory that the host passes to both kernels. Raises ValueError, which names what
+    differs, if one host cannot launch both."""
+    for field in EQUAL:
+        one, other = getattr(plain.metadata, field), getattr(own.metadata, field)
+        if one != other:
+            raise ValueError(f"{plain.metadata.name}: {field} is {one}, and {other} in the code for sm_{ARCH}")
+    one, other = (_parameters(kernel.asm["ptx"]) for kernel in (plain, own))
+    if one != other:
+        raise ValueError(f"{plain.metadata.name}: the parameters are {one}, and {other} in the code for sm_{ARCH}")
+    return max(plain.metadata.shared, own.metadata.shared)
+
+
+def _parameters(ptx: str) -> list[str]:
+    """Return the types of a kernel's parameters."""
+    found = PARAMETERS.search(ptx)
+    assert found is not None, ptx[:200]
+    return [" ".join(word for word in line.split()[:-1]) for line in found[1].split(",")]
+
+
+def _digest(cubin: bytes) -> str:
+    return hashlib.sha256(cubin).hexdigest()

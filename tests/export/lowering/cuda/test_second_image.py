@@ -1,0 +1,229 @@
+"""A kernel of many rows for sm_90 has a second image with wgmma: what the images hold, and when one is refused."""
+
+import re
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cuda_lowered import EDGE, short_cuts
+from executorch.backends.cuda.cuda_backend import CudaBackend
+from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from matmul_parts import parts
+from small_m_weights import activations, int4_weight
+from torch import Tensor
+from torch._inductor import config as inductor
+from torch.export import Dim, export
+from triton import Config
+
+from eagle3.export.lowering.cuda.backend import OPTIONS
+from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
+from eagle3.export.lowering.cuda.kernels import int4_matmul, large_m, sums
+from eagle3.export.lowering.cuda.named_gpu import named_gpu, second_image
+from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages, own_config, plain_config, shared_by_both
+from eagle3.runner.artifact.cuda_library import fatbin_entries, preferred, read_library
+from eagle3.runner.contract import TARGET_VERIFY
+from eagle3.runner.hardware.gpus import BY_ARCH, GPUS
+from eagle3.runner.inspect.cost import bound
+from eagle3.runner.inspect.machine_code.barriers import faults
+from eagle3.runner.inspect.machine_code.sass import disassembler, images, read_codes, read_usages
+
+ROWS = 512
+
+
+class Linear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        (qdata,), codes, steps = parts(int4_weight(256, 1024))
+        for name, value in (("qdata", qdata), ("codes", codes), ("steps", steps), ("arrived", sums.counters())):
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return int4_matmul.int4_matmul(x, [self.qdata], self.codes, self.steps, self.arrived)
+
+
+def lowered(arch: str) -> tuple[dict, dict[str, bytes]]:
+    """Return the recorded launches of a linear of many rows, and its kernels' fatbins."""
+    program = export(Linear(), (activations(100, 1024),), dynamic_shapes=({0: Dim("rows", min=33, max=1024)},))
+    specs = [CudaBackend.generate_method_name_compile_spec("prefill"), CompileSpec("low_memory_mode", b"ON")]
+    rows = {"prefill": ROWS}
+    gpu = named_gpu(arch), sums.made_for_named(arch)
+    with short_cuts(), gpu[0], gpu[1], inductor.patch(OPTIONS), recorded_launches(rows, rows) as launches:
+        edge = to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)], compile_config=EDGE)
+    stored = [data if isinstance(data, bytes) else data.to_bytes() for data in edge._named_data_store.buffers]
+    (library,) = (data for data in stored if data.startswith(b"\x7fELF"))
+    return launches, read_library(library).kernels
+
+
+@pytest.fixture(scope="module")
+def on_hopper():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: nothing is substituted")
+    return lowered("sm_90")
+
+
+@pytest.fixture(scope="module")
+def fatbin(on_hopper) -> bytes:
+    (found,) = on_hopper[1].values()
+    return found
+
+
+def printed(fatbin: bytes, folder, form: str) -> str:
+    file = folder / "kernel.fatbin"
+    file.write_bytes(fatbin)
+    return subprocess.run([disassembler(), form, file], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_fatbin_of_a_linear_has_both_images_and_wgmma_in_one_of_them(fatbin, tmp_path):
+    assert list(fatbin_entries(fatbin)) == [("sass", "sm_90"), ("ptx", "sm_90"), ("sass", "sm_90a"), ("ptx", "sm_90a")]
+    codes = images(printed(fatbin, tmp_path, "-sass"), "elf")
+    assert "HMMA.16816" in codes["sm_90"] and "HGMMA" not in codes["sm_90"]
+    assert "HGMMA.64x128x16" in codes["sm_90a"] and not re.search(r"\bHMMA", codes["sm_90a"])
+    # The decoded weights are an operand in registers, the rows of x one in shared memory.
+    operands = re.findall(r"HGMMA\.64x128x16\.F32\.BF16 R\d+, (\w+), (\w+)\[", codes["sm_90a"])
+    assert len(operands) == 8 and all(a.startswith("R") and x == "gdesc" for a, x in operands)
+
+
+def test_the_second_image_waits_once_for_each_dot_and_spills_no_registers(fatbin, tmp_path):
+    code, plain = read_codes([fatbin], (9, 0))[fatbin], read_codes([fatbin], (8, 9))[fatbin]
+    (loop,) = (loop for loop in code.loops if loop.multiply_adds)
+    assert loop.warp_group and loop.multiply_adds * large_m.WARPS == 128 * 128 * 64
+    text = images(printed(fatbin, tmp_path, "-sass"), "elf")["sm_90a"]
+    # ptxas would wait behind each of the 8 products if it could not keep them apart from other instructions.
+    assert text.count("WARPGROUP.DEPBAR") == 2 and text.count("gsb0") - text.count("DEPBAR.LE gsb0") == 2
+    usage = read_usages([fatbin])[fatbin]
+    assert code.spill_bytes == plain.spill_bytes == usage.spill_bytes == 0
+    assert usage.registers == max(code.registers, plain.registers) <= 255 and usage.threads == 128
+    weights = 128 * 64
+    assert loop.instructions * 128 / weights <= 6.6
+    assert min(loop.instructions for loop in plain.loops if loop.multiply_adds) * 128 / weights <= 7.2
+
+
+def test_the_host_passes_the_larger_shared_memory_and_two_programs_fit(on_hopper, fatbin):
+    (launch,) = on_hopper[0]["prefill"]["launches"]
+    x, words = 128 * 64 * 2 * large_m.STAGES, 128 * 8 * 4 * (large_m.STAGES - 1)
+    assert launch["grid"][:2] == (ROWS // 128, 2) and launch["threads"] == 128
+    assert launch["shared_bytes"] >= x + words  # of the second image; the plain one takes half of the rows at a time
+    assert GPUS["H200"].resident(255, launch["shared_bytes"], launch["threads"]) == 2
+
+
+def test_the_cost_is_that_of_the_code_that_the_gpu_runs(on_hopper, fatbin):
+    (launches, kernels), gpus = on_hopper, [GPUS[name] for name in ("H100", "H200", "B200")]
+    launches, kernels = {TARGET_VERIFY: launches["prefill"]}, {TARGET_VERIFY: kernels}
+    (kernel,) = bound.cost(launches, kernels, gpus, 1)["methods"][TARGET_VERIFY]["kernels"]
+    flops = ROWS * 256 * 1024
+    for gpu, rate in ((gpus[0], 2048), (gpus[1], 2048), (gpus[2], 4096)):
+        assert kernel["seconds"][gpu.name]["tensor"] == pytest.approx(flops / (gpu.multiprocessors * rate * gpu.clock))
+    assert kernel["loop"]["warp_group"] and kernel["registers"] == read_codes([fatbin], (9, 0))[fatbin].registers
+    (alone,) = bound.cost(launches, kernels, gpus[2:], 1)["methods"][TARGET_VERIFY]["kernels"]
+    assert alone["seconds"]["B200"] == kernel["seconds"]["B200"] and not alone["loop"]["warp_group"]
+    # Without wgmma, Hopper's tensor cores are slower.
+    plain = bound.Issued(0, 0, 1e9, False)
+    entry = {"weight_bytes": 0, "shared_bytes": 0, "threads": 128, "kernel": ""}
+    slow, fast = (
+        bound._seconds(entry, 0, [], 1, 8, issued, 0, 0, gpus[1])["tensor"]
+        for issued in (plain, plain._replace(warp_group=True))
+    )
+    assert fast / slow == pytest.approx(0.63)
+
+
+def test_the_barriers_of_both_images_are_checked(fatbin):
+    sources = read_usages([fatbin])[fatbin].ptx
+    assert [re.search(r"\.target (\w+)", ptx)[1] for ptx in sources] == ["sm_90", "sm_90a"]
+    for ptx in sources:
+        assert faults(ptx) == []
+    missing = sources[1].replace("bar.sync", "// bar.sync")
+    assert missing != sources[1] and faults(missing)
+
+
+def test_matmuls_of_128_rows_for_sm_90_alone_get_a_second_image():
+    many, other = (SimpleNamespace(triton_meta={"constants": found}) for found in ({"ROWS": 128}, {"BLOCK_M": 64}))
+    assert SecondImages(BY_ARCH["sm_90"], None).wanted(many)
+    assert not SecondImages(BY_ARCH["sm_90"], None).wanted(other)
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"):
+        assert not SecondImages(BY_ARCH[arch], None).wanted(many)
+
+
+def test_the_plain_image_takes_64_rows_at_a_time_and_the_second_one_all():
+    config = Config({"STAGES": 4}, num_warps=4, maxnreg=168)
+    plain = plain_config(config)
+    own = own_config(plain)
+    assert plain.kwargs == {"STAGES": 4, "ROWS": 64} and config.kwargs == own.kwargs == {"STAGES": 4}
+    assert own.maxnreg is None and plain.maxnreg == 168 and own.num_warps == 4
+
+
+PTX = ".visible .entry k(\n\t.param .u64 .ptr .global .align 1 k_param_0,\n\t.param .u32 k_param_1\n)\nwgmma.mma_async"
+METADATA = {
+    "name": "k", "num_warps": 4, "num_ctas": 1, "global_scratch_size": 0, "global_scratch_align": 1,
+    "profile_scratch_size": 0, "shared": 40_000,
+}  # fmt: skip
+
+
+class Metadata(SimpleNamespace):
+    def _replace(self, **values):
+        return Metadata(**vars(self) | values)
+
+
+def kernel(ptx: str = PTX, cubin: bytes = b"", **metadata) -> SimpleNamespace:
+    return SimpleNamespace(metadata=Metadata(**METADATA | metadata), asm={"ptx": ptx, "cubin": cubin})
+
+
+def test_two_images_that_one_host_cannot_launch_are_refused():
+    assert shared_by_both(kernel(), kernel(shared=80_000)) == shared_by_both(kernel(shared=80_000), kernel()) == 80_000
+    for field, other in (("name", "l"), ("num_warps", 8), ("num_ctas", 2), ("global_scratch_size", 128)):
+        with pytest.raises(ValueError, match=f"k: {field} is .*, and {other} in the code for sm_90a"):
+            shared_by_both(kernel(), kernel(**{field: other}))
+    for ptx in (PTX.replace("u32", "u64"), PTX.replace(",\n\t.param .u32 k_param_1", "")):
+        with pytest.raises(ValueError, match="k: the parameters are"):
+            shared_by_both(kernel(), kernel(ptx))
+
+
+def added(own: SimpleNamespace, monkeypatch, spills: int = 0) -> tuple[SimpleNamespace, SecondImages]:
+    """Add ``own`` to a plain kernel; return the latter, and the images."""
+    monkeypatch.setattr(second_image, "usage", lambda cubin: (255, spills))
+    found, plain = SecondImages(BY_ARCH["sm_90"], nullcontext), kernel(cubin=b"plain")
+    autotuner = SimpleNamespace(_precompile_config=lambda config: SimpleNamespace(kernel=own))
+    found.add(autotuner, SimpleNamespace(kernel=plain), Config({}))
+    return plain, found
+
+
+def test_an_image_without_wgmma_or_with_spills_is_left_out_and_one_that_does_not_fit_refused(monkeypatch):
+    plain, found = added(kernel(shared=80_000), monkeypatch)
+    assert plain.metadata.shared == 80_000 and len(found.known) == 1
+    for own, spills in ((kernel(PTX.replace("wgmma", "mma"), shared=80_000), 0), (kernel(shared=80_000), 8)):
+        plain, found = added(own, monkeypatch, spills)
+        assert plain.metadata.shared == 40_000 and not found.known
+    with pytest.raises(ValueError, match="k for sm_90a takes 240000 bytes of shared memory, H100 has 232448"):
+        added(kernel(shared=240_000), monkeypatch)
+
+
+def test_the_image_is_packed_with_its_kernel_alone(monkeypatch, tmp_path):
+    _, found = added(kernel(cubin=b"own"), monkeypatch)
+    ran = []
+    monkeypatch.setattr(second_image.subprocess, "run", lambda command, **_: ran.append(command))
+    for name in ("plain", "other"):
+        (tmp_path / name).write_bytes(name.encode())
+        command = ["fatbinary", "--create=x", f"--image3=kind=elf,sm=90,file={tmp_path / name}"]
+        found.run(command, check=True)
+        assert ran[-1][:3] == command
+        more = [word.partition("file=") for word in ran[-1][3:]]
+        assert [start for start, _, _ in more] == (
+            ["--image3=kind=elf,sm=90a,", "--image3=kind=ptx,sm=90a,"] if name == "plain" else []
+        )
+        if more:
+            assert [Path(file).read_bytes() for _, _, file in more] == [b"own", PTX.encode()]
+    found.run(["ld", "-o", "x"])
+    assert ran[-1] == ["ld", "-o", "x"]
+    with pytest.raises(ValueError, match="nvcc makes a fatbin without the code for sm_90a"):
+        found.run(["nvcc", "-fatbin", "k.ptx"])
+
+
+def test_the_driver_takes_the_image_of_the_gpu_first():
+    both = ["sm_90", "sm_90a"]
+    assert preferred(both, (9, 0)) == preferred(both[::-1], (9, 0)) == "sm_90a"
+    assert {preferred(both, capability) for capability in ((8, 9), (10, 0), (12, 0), None)} == {"sm_90"}
+    assert preferred(["sm_80", "sm_86"], (8, 9)) == "sm_86" and preferred(["sm_80", "sm_86"], (8, 0)) == "sm_80"
