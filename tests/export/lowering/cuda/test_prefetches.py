@@ -27,6 +27,7 @@ from eagle3.export.lowering.cuda.kernels.int4_records import BEFORE_THE_WAIT, NE
 from eagle3.export.lowering.cuda.kernels.record_layout import RECORD, records
 from eagle3.export.lowering.cuda.weights.int4_records_tensor import pack_records
 
+WAITS, ASKS, WRITES = "griddepcontrol.wait;", "cp.async.bulk.prefetch.L2", ("st.global", "atom.")
 PRODUCT = torch.ops.eagle3.int4_records_small_m.default
 
 
@@ -173,48 +174,48 @@ def test_only_the_kernel_with_prefetches_is_analyzed_without_them(monkeypatch):
     assert seen == [given, {"AHEAD": 0, "FIRST": 0, "EARLY": 0, "N": 64, "OF_NEXT": 0}]
 
 
-class Three(nn.Module):
-    """Three products over records, one after the other, the first of them gated."""
+class Two(nn.Module):
+    """Two products over records, one after the other, the first of them gated."""
 
     def __init__(self, prefetched: bool):
         super().__init__()
-        for name, n, k in (("one", 1024, 512), ("two", 256, 512), ("three", 512, 256)):
-            self.register_parameter(name, nn.Parameter(records(*int4_weight(n, k)), requires_grad=False))
+        for name, n in (("first", 1024), ("second", 256)):
+            self.register_parameter(name, nn.Parameter(records(*int4_weight(n, 512)), requires_grad=False))
         self.register_buffer("arrived", sums.counters())
-        self.following = (lambda weight: {"following": weight, "early": True}) if prefetched else lambda _: {}
+        self.prefetched = prefetched
 
     def forward(self, x: Tensor) -> Tensor:
-        product = int4_records.int4_records_small_m
-        x = product(x * 2, self.one, self.arrived, 8, sums.SILU, **self.following(self.two))
-        x = product(x, self.two, self.arrived, 8, **self.following(self.three))
-        return product(x, self.three, self.arrived, 8, **self.following(None)) * 2
+        product, asked = int4_records.int4_records_small_m, {}
+        if self.prefetched:
+            asked = {"following": self.second, "early": True}
+        x = product(x * 2, self.first, self.arrived, 8, sums.SILU, **asked)
+        return product(x, self.second, self.arrived, 8, **asked | {"following": None} if asked else {}) * 2
 
 
 def compiled(prefetched: bool):
+    """Return the calls of the two products, the record of all launches, and the PTX of the products before and after
+    their wait."""
     with early_launches(), counters_unchanged(), prefetches_unseen(), sums.made_for(2, False):
-        return lowered(Three(prefetched), (activations(3, 512),))
+        called, graph = lowered(Two(prefetched), (activations(3, 512),))
+    assert len(called) == 4  # nothing is copied
+    calls = [(name, arguments) for name, arguments in called if name.startswith("int4_records")]
+    texts = (Path(CudaKernelParamCache.get(name)["asm"]).read_text() for name, _ in calls)
+    return [arguments[1:4] for _, arguments in calls], graph.launches, [text.split(WAITS) for text in texts]
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 def test_compiled_matmuls_ask_for_the_next_weight_and_begin_with_their_own():
-    """The launches, and the bytes that they are counted to read, are those without prefetches. Nothing is copied."""
-    (called, graph), (plain, without) = compiled(True), compiled(False)
-    calls = [(name, arguments) for name, arguments in called if name.startswith("int4_records")]
-    assert [arguments[1:4] for _, arguments in calls] == [
-        ["one", "two", "arrived"], ["two", "three", "arrived"], ["three", "three", "arrived"],
-    ]  # fmt: skip
-    assert len(called) == len(plain) == 5
-    assert graph.launches == without.launches
-    for number, (name, _) in enumerate(calls):
-        asked = 2 + (number < 2)
-        ptx = Path(CudaKernelParamCache.get(name)["asm"]).read_text()
-        before, after = ptx.split("griddepcontrol.wait;")
+    """The launches, and the bytes that they are counted to read, are those without prefetches."""
+    (calls, launches, prefetched), (_, without, plain) = compiled(True), compiled(False)
+    assert calls == [["first", "second", "arrived"], ["second", "second", "arrived"]]
+    assert launches == without
+    for asked, (before, after) in zip((1, 0), prefetched, strict=True):
         assert "griddepcontrol.launch_dependents" in before and "ld.global" in before
-        assert (before.count("prefetch.L2"), after.count("prefetch.L2")) == (2, asked - 2)
-        assert "st.global" not in before and "atom" not in before and "st.global" in after
-    for name, _ in plain:
-        ptx = Path(CudaKernelParamCache.get(name)["asm"]).read_text()
-        assert "prefetch.L2" not in ptx and ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+        assert (before.count(ASKS), after.count(ASKS)) == (2, asked)
+        assert not any(each in before for each in WRITES) and all(each in after for each in WRITES)
+    for before, after in plain:
+        assert "ld.global" not in before and ASKS not in before + after
 
 
 def test_prefetches_for_an_architecture_without_them_are_refused(tmp_path):
