@@ -18,7 +18,9 @@ XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
 GROUPED = "8da4w"  # in this recipe groups of inputs share a scale; 8da8w has one scale for each row
 EMBEDDING_RECIPES = ("none", "8w")
 KV_CACHES = ("bfloat16", "int8")
-INT4_LAYOUTS = ("tiles", "records")
+PREFETCHED = "records-prefetched"
+"""The layout of records, whose kernels also ask L2 for weights before they need them."""
+INT4_LAYOUTS = ("tiles", "records", PREFETCHED)
 LAUNCH_ORDERS = ("in-order", "early")
 LONGEST_CHAIN = 15
 """The most draft tokens of a round; a verify window has one row more."""
@@ -90,7 +92,12 @@ class ExportConfig:
     @property
     def in_records(self) -> bool:
         """True if INT4 weights are packed into records, as far as these can hold them."""
-        return self.int4_layout == "records"
+        return self.int4_layout in INT4_LAYOUTS[1:]
+
+    @property
+    def prefetches_weights(self) -> bool:
+        """True if a matmul over records asks L2 for the weights of the next one, and for its own before it waits."""
+        return self.int4_layout == PREFETCHED
 
     @property
     def launches_early(self) -> bool:

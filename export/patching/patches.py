@@ -118,7 +118,8 @@ PATCHES: dict[str, Patch] = {
         "torchao.quantization.IntxUnpackedToInt8Tensor._ATEN_OP_TABLE",
     ),
     **_group(
-        "a Triton kernel is analyzed once for all calls of the same form, and its counters count as read only",
+        "a Triton kernel is analyzed once for all calls of the same form, its counters count as read only, and "
+        "prefetches into L2 are left out of what is analyzed",
         "identify_accessed_tensors",
         "identify_mutated_tensors",  # its name in torch 2.11
         prefix="torch._higher_order_ops.triton_kernel_wrap.",

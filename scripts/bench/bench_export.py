@@ -15,6 +15,8 @@ each artifact is packed for a machine with a GPU and deleted, so that there is r
 
     python scripts/bench/bench_export.py --layers 60 --cuda-arch sm_90 --folder wide --pack \\
         --int4-layout tiles --int4-layout records --launches in-order --launches early
+
+The layout records-prefetched has the same weights as records, whose kernels ask L2 for them ahead of time.
 """
 
 import json
@@ -147,6 +149,7 @@ def main(
     Examples:
       python scripts/bench/bench_export.py --layers 6,12 --cuda-arch sm_90
       python scripts/bench/bench_export.py --layers 6 --cuda-arch sm_90 --cost --draft dflash
+      python scripts/bench/bench_export.py --layers 6 --cuda-arch sm_90 --int4-layout records-prefetched
       python scripts/bench/bench_export.py --backend xnnpack --target qwen3-4B --qlinear 8da4w
     """
     for_cuda = cuda_arch, draft != EAGLE3, chain_len, verify_rows, int4_layouts, launch_orders, unquantized, pack

@@ -20,8 +20,6 @@ from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH
 ROUND = {"sliding_qkv": "", "sliding_o": "", "gate_up": GELU_TANH, "down": ""}
 """The linears of a layer of Gemma 4 31B, in the order of a round, with their activations."""
 ALONE = ROUND | {"lm_head": ""}
-NEXT_BYTES = 20 << 20
-"""The most bytes of the next weight that are prefetched into L2."""
 Weight = tuple[Tensor, ...]
 
 
@@ -57,11 +55,7 @@ def _records(name: str, order: str = "records", rows: tuple[int, ...] = (4, 16),
     ) -> Tensor:
         (packed,), more = weight, dict[str, Any](asked)
         if more.pop("next", False):
-            after = packed if following is None else following[0]
-            outputs = packed.shape[0] * record_layout.OUTPUTS
-            programs = int4_records.shares_here(outputs, x.shape[1], most_rows(x)).count
-            more["OF_NEXT"] = min(NEXT_BYTES, after.numel()) // programs // 16 * 16
-            more["following"] = after
+            more["following"] = packed if following is None else following[0]
         return int4_records._launch_records(kernel, x, packed, arrived, activation, most_rows(x), **more)
 
     kernel = int4_records.int4_records_small_m_kernel
@@ -85,8 +79,8 @@ VARIANTS = (
     _records("records"),
     _records("records, 4 blocks ahead in L2", AHEAD=4),
     _records("records, the next in L2", rows=(4,), next=True),
-    _records("records, early", rows=(4,), EARLY=True, FIRST=3),
-    _records("records, early, the next in L2", rows=(4,), EARLY=True, FIRST=3, next=True),
+    _records("records, early", rows=(4,), **int4_records.BEFORE_THE_WAIT),
+    _records("records, early, the next in L2", rows=(4,), **int4_records.BEFORE_THE_WAIT, next=True),
     Variant("bf16", "bf16", "bf16", bf16._bf16_small_m_kernel, lambda w: (w,), _bf16, (4,)),
     Variant("int8", "int8", "int8", small_m._int8_small_m_kernel, lambda *parts: parts, _int8, (4,)),
 )

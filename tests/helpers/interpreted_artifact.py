@@ -130,10 +130,10 @@ def counted(session: torch_host.TorchSession, kernels: Kernels) -> dict[str, dic
 
 
 def generations(session: TimedSession, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
-    """Generate by fused rounds, replayed like CUDA graphs, and by the three methods. Return the tokens and the
-    proposals of both."""
+    """Generate by fused rounds, replayed like CUDA graphs, if the artifact has them, and by the three methods. Return
+    the tokens and the proposals of both."""
     found = {}
-    for name, fused in (("fused_rounds", True), ("three_methods", False)):
+    for name, fused in (("fused_rounds", True), ("three_methods", False))[not session.has_speculate :]:
         session.has_speculate = fused
         with proposed(session) as proposals:
             result = complete(session, prompt, max_new_tokens=max_new_tokens, stop_ids=[])

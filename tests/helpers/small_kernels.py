@@ -69,6 +69,34 @@ def early_without_a_wait(W, X, OUT, BLOCK: tl.constexpr):
     tl.load(W + tl.arange(0, BLOCK))
 
 
+def asks(RECORDS, X, NEXT, OUT, BLOCK: tl.constexpr, OF_NEXT: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    weight = tl.load(RECORDS + at)
+    tl.extra.cuda.gdc_wait()
+    tl.store(OUT + at, weight * tl.load(X + at))
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [NEXT.to(tl.uint64), OF_NEXT],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+def asks_before_it_waits(RECORDS, X, NEXT, OUT, BLOCK: tl.constexpr, OF_NEXT: tl.constexpr):
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [NEXT.to(tl.uint64), OF_NEXT],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.extra.cuda.gdc_wait()
+    at = tl.arange(0, BLOCK)
+    tl.store(OUT + at, tl.load(RECORDS + at) * tl.load(X + at))
+
+
+def asks_for_24_bytes(RECORDS, X, NEXT, OUT, BLOCK: tl.constexpr, OF_NEXT: tl.constexpr):
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [NEXT.to(tl.uint64), OF_NEXT],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 def two_apart(X, OUT, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     places = (X.to(tl.uint64) + 2 + at.to(tl.uint64) * 4).to(tl.pointer_type(tl.float32))
@@ -86,6 +114,12 @@ SIGNATURES: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {
     **{
         function.__name__: (function, {"W": "*fp32", "X": "*fp32", "OUT": "*fp32"}, {"BLOCK": 64})
         for function in (early, early_with_its_input, early_with_its_output, early_without_a_wait)
+    },
+    **{
+        function.__name__: (
+            function, dict.fromkeys(("RECORDS", "X", "NEXT", "OUT"), "*fp32"), {"BLOCK": 64, "OF_NEXT": size},
+        )
+        for function, size in ((asks, 256), (asks_before_it_waits, 256), (asks_for_24_bytes, 24))
     },
     "two_apart": (two_apart, {"X": "*fp32", "OUT": "*fp32"}, {"BLOCK": 16}),
 }  # fmt: skip

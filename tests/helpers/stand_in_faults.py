@@ -170,6 +170,62 @@ def early_launch_on_sm_80() -> None:
     launch("early", *[given.data_ptr()] * 3, attributes=EARLY, function=functions)
 
 
+# --- prefetches into L2
+
+
+def asking(name: str, weight: torch.Tensor, following: int | None = None) -> torch.Tensor:
+    """Launch a kernel that asks L2 for 256 bytes from ``following`` on, or of its input if that is None, behind one
+    that writes its input. Return its result."""
+    given, between, out = on_device(*range(64)), fresh(64), fresh(64)
+    launch("add_one", given.data_ptr(), between.data_ptr(), 64)
+    asked = between.data_ptr() if following is None else following
+    launch(name, weight.data_ptr(), between.data_ptr(), asked, out.data_ptr(), attributes=EARLY)
+    return out.cpu()
+
+
+@fault
+def right_prefetches() -> None:
+    one, two = on_device(*[2.0] * 64), on_device(*[3.0] * 64)
+    for name in ("asks", "asks_before_it_waits"):
+        assert asking(name, one, two.data_ptr()).tolist() == [2 * (each + 1) for each in range(64)]
+        assert asking(name, two, one.data_ptr()).tolist() == [3 * (each + 1) for each in range(64)]
+    asking("asks", one)  # after the wait, what a launch has written may be asked for
+
+
+@fault
+def prefetch_past_the_end_of_the_next_weight() -> None:
+    one, two = on_device(*[2.0] * 64), on_device(*[3.0] * 64)
+    asking("asks", one, two.data_ptr() + 16)
+
+
+@fault
+def prefetch_of_memory_that_is_free() -> None:
+    one, two = on_device(*[2.0] * 64), fresh(64)
+    place = two.data_ptr()
+    launch("add_one", one.data_ptr(), two.data_ptr(), 64)
+    torch.cuda.synchronize()
+    del two
+    asking("asks", one, place)
+
+
+@fault
+def prefetch_before_the_wait_of_what_a_launch_writes() -> None:
+    asking("asks_before_it_waits", on_device(*[2.0] * 64))
+
+
+@fault
+def next_weight_of_the_wrong_matmul() -> None:
+    one, two, three = (on_device(*[each] * 64) for each in (2.0, 3.0, 4.0))
+    asking("asks", one, two.data_ptr())
+    asking("asks", three, one.data_ptr())
+
+
+@fault
+def prefetch_of_24_bytes() -> None:
+    one = on_device(*[2.0] * 64)
+    asking("asks_for_24_bytes", one, one.data_ptr())
+
+
 @fault
 def unknown_launch_attribute() -> None:
     given = on_device(1)
@@ -472,6 +528,7 @@ def said(function: Callable[[], None]) -> str:
     finally:
         DEVICE.recover()
         DEVICE.become(H100)
+        KERNELS.kernels.announced = 0
         CUDA.library.stand_in_set_stream(None)
 
 

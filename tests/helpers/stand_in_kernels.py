@@ -3,6 +3,8 @@
 1. Kernels: the source of a kernel is found by its machine code, and its arguments are checked against its signature.
 2. Accesses: each load, store and atomic is checked against the allocations before it touches anything.
 3. Early launches: before a program waits for the previous launches, it may only load memory that no launch writes.
+4. Prefetches into L2: the bytes lie in one tensor, and the next launch of such a kernel reads the weight that was asked
+   for.
 """
 
 import ast
@@ -138,6 +140,8 @@ class Kernels:
         """True while the program that runs now has yet to wait for the launches before it."""
         self.written: set[int] = set()
         """First addresses of the allocations that launches have written to."""
+        self.announced = 0
+        """The weight that the last launch over records asks L2 for, which the next one must read; 0 for none."""
         device.start(self._found, self._launched)
 
     def _found(self, image: int, size: int, name: bytes) -> int:
@@ -149,6 +153,7 @@ class Kernels:
         try:
             self.running = Launch(kernel, (x, y, z), kernel.values(arguments, count), bool(early))
             self._check(self.running)
+            self._check_announced(self.running)
             self.launches[str([x, y, z])] += 1
             if self.computes:
                 kernel(self.running.grid, self.running.arguments)
@@ -156,6 +161,7 @@ class Kernels:
                 self._look_behind(self.running)
             return 0
         except BaseException as error:  # a callback cannot raise
+            self.announced = 0
             wrong = _cause(error)
             self.device.say(f"{kernel.name}: {wrong}" if isinstance(wrong, Wrong) else f"{kernel.name}: {error!r}")
             return wrong.code if isinstance(wrong, Wrong) else FAILED
@@ -179,6 +185,25 @@ class Kernels:
             raise Wrong(FAILED, f"{what} {self.named(address)} before it waits for the launches before it")
         if what != "reads":
             self.written.add(home)
+
+    def note_prefetch(self, address: int, size: int) -> None:
+        """Raise Wrong for a prefetch into L2 of bytes outside a tensor, or, before a wait, of memory that a launch
+        writes."""
+        found = self.device.allocation(address)
+        if found is None or not found[2] or not found[0] <= address <= address + size <= found[0] + found[1]:
+            raise Wrong(ILLEGAL_ADDRESS, f"asks L2 for {size} bytes at {address:#x}: {self.named(address)}")
+        if self.waits and found[0] in self.written:
+            raise Wrong(FAILED, f"asks L2 for {self.named(address)} before it waits for the launches before it")
+
+    def _check_announced(self, launch: Launch) -> None:
+        """Check that the launch reads the weight that the one before it asked L2 for, and note the one it asks for."""
+        if "NEXT" not in launch.pointers:
+            return
+        weight = launch.pointers["RECORDS"]
+        if self.announced not in (0, weight):
+            places = self.device.place(weight), self.device.place(self.announced)
+            raise Wrong(FAILED, "reads {}, where the launch before it asked L2 for {}".format(*places))
+        self.announced = launch.pointers["NEXT"] if launch.kernel.constants["OF_NEXT"] else 0
 
     def _check(self, launch: Launch) -> None:
         """Check that pointers point to live device memory, and that values declared divisible by 16 are divisible by
@@ -261,12 +286,16 @@ def on_device(kernels: Kernels) -> Iterator[None]:
         kernels.begin_program()
         place(self, x, y, z)
 
+    def asked(_self, address, size):
+        kernels.note_prefetch(address, size)
+
     def waited():
         kernels.waits = False
 
     waits = patch.multiple(tl.extra.cuda, gdc_wait=waited, gdc_launch_dependents=lambda: None)
     with (
         waits,
+        patch.object(InterpreterBuilder, "asked_l2", asked, create=True),
         patch.multiple(
             InterpreterBuilder,
             set_grid_idx=placed,

@@ -108,13 +108,54 @@ def _language_changed_once() -> Iterator[None]:
             scope.restore()
 
 
+PREFETCH, AT_ONCE = "cp.async.bulk.prefetch.L2.global", 16
+
+
+class _Nothing:
+    """Stands for the result of an assembly that returns 0."""
+
+    def get_result(self, _place: int) -> TensorHandle:
+        return TensorHandle(np.zeros(1, np.int32), tl.int32)
+
+
+def _inline_asm(self, asm, _constraints, values, _types, _pure, _pack) -> _Nothing:
+    """Give the assembly of ``ask_l2`` its meaning: a prefetch of a number of bytes from a pointer on. It refuses what
+    the instruction does not take, and any other assembly."""
+    if PREFETCH not in asm:
+        raise NotImplementedError(f"assembly without a meaning in the interpreter: {asm}")
+    pointer, size = (int(value.data.item()) for value in values)
+    assert size > 0 and size % AT_ONCE == 0, f"L2 is asked for {size} bytes, not a multiple of {AT_ONCE}"
+    assert pointer % AT_ONCE == 0, f"L2 is asked for bytes from {pointer:#x} on, not a multiple of {AT_ONCE}"
+    if noted := getattr(self, "asked_l2", None):
+        noted(pointer, size)
+    return _Nothing()
+
+
+@contextmanager
+def asked_of_l2() -> Iterator[list[tuple[int, int]]]:
+    """Yield a list of the ranges of addresses, [first, end), that kernels ask L2 for within this context."""
+    asked: list[tuple[int, int]] = []
+
+    def noted(_self, pointer: int, size: int) -> None:
+        asked.append((pointer, pointer + size))
+
+    with mock.patch.object(InterpreterBuilder, "asked_l2", noted, create=True):
+        yield asked
+
+
 @contextmanager
 def mended() -> Iterator[None]:
     """Fix the interpreter, which multiplies the bits of bf16 values, truncates to bf16, and reads integers as bf16
     bits; and replace its slowest operations by faster ones."""
     with ExitStack() as stack:
         stack.enter_context(
-            mock.patch.multiple(InterpreterBuilder, create_dot=_dot, cast_impl=_cast, create_fmul=_multiply)
+            mock.patch.multiple(
+                InterpreterBuilder,
+                create_dot=_dot,
+                cast_impl=_cast,
+                create_fmul=_multiply,
+                create_inline_asm=_inline_asm,
+            )
         )
         stack.enter_context(mock.patch.object(interpreter, "_get_np_dtype", _numpy_type))
         stack.enter_context(mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", _check_overflow))

@@ -24,12 +24,16 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def found(cuda_artifact):
-    command = [sys.executable, HELPERS / "interpreted_artifact.py", cuda_artifact]
-    done = subprocess.run(command, input=json.dumps(ASKED), capture_output=True, text=True)
+def interpreted(artifact, asked: list[dict]) -> dict:
+    command = [sys.executable, HELPERS / "interpreted_artifact.py", artifact]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def found(cuda_artifact):
+    return interpreted(cuda_artifact, ASKED)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +84,17 @@ def test_methods_launch_kernels_over_the_recorded_grids(found, cuda_artifact):
 
 def test_no_launch_has_a_race(found):
     assert found["races"] == ""
+
+
+def test_records_with_prefetches_and_early_launches_give_the_eager_greedy_tokens(records_artifact):
+    """The stand-in refuses a prefetch of bytes that the next matmul does not read, and a launch that does not wait."""
+    asked = ASKED[0] | {"max_new_tokens": 3}
+    found = interpreted(records_artifact, [asked])
+    greedy = EagerGreedy("cpu", config_of(records_artifact))
+    generation = found["generations"][0]["three_methods"]
+    parting = first_difference(generation["token_ids"], *greedy(asked["prompt"], asked["max_new_tokens"]))
+    assert len(generation["token_ids"]) == 3 and (parting is None or parting[1] <= NEAR_TIE)
+    assert found["races"] == "" and found["journal"] == [] and set(found["left"].values()) == {0}
 
 
 @pytest.mark.whole

@@ -46,6 +46,12 @@ FAULTS = {
     "early_launch_of_a_kernel_that_knows_none": "add_one: reads byte 0 of argument X, .* before it waits",
     "early_launch_on_sm_80": "early is launched early, on sm_80",
     "unknown_launch_attribute": "add_one with launch attribute 4, which the stand-in does not know",
+    # prefetches into L2
+    "prefetch_past_the_end_of_the_next_weight": "asks: asks L2 for 256 bytes at .*: byte 0 of argument NEXT",
+    "prefetch_of_memory_that_is_free": "asks: argument NEXT is 0x.*, which is free",
+    "prefetch_before_the_wait_of_what_a_launch_writes": "asks_before_it_waits: asks L2 for .* before it waits",
+    "next_weight_of_the_wrong_matmul": "asks: reads byte 0 .*, where the launch before it asked L2 for byte 0",
+    "prefetch_of_24_bytes": "asks_for_24_bytes: .*L2 is asked for 24 bytes, not a multiple of 16",
     # captures
     "capture_with_a_wait": "not permitted when stream is capturing",
     "capture_with_an_allocation": r"not permitted when stream is capturing \(cudaMalloc during a capture",
@@ -59,6 +65,7 @@ RIGHT = (
     "right",
     "right_early",
     "right_early_in_a_graph",
+    "right_prefetches",
     "right_in_a_graph",
     "right_across_streams",
     "right_at_131072_slots",

@@ -25,7 +25,7 @@ from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from eagle3.export.configuration.config import CUDA_RECIPES, LAUNCH_ORDERS
+from eagle3.export.configuration.config import CUDA_RECIPES, LAUNCH_ORDERS, PREFETCHED
 from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.backend import Backend
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
@@ -33,11 +33,17 @@ from eagle3.export.lowering.cuda.graph.attention import CudaAttention
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph.gates import gate_in_products
+from eagle3.export.lowering.cuda.graph.prefetches import prefetch_weights
 from eagle3.export.lowering.cuda.graph.recurrent import use_cuda_recurrence
 from eagle3.export.lowering.cuda.graph.rotations import rotate_in_attention
-from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged, no_repro
+from eagle3.export.lowering.cuda.graph.shortcuts import (
+    analyzed_once,
+    counters_unchanged,
+    no_repro,
+    prefetches_unseen,
+)
 from eagle3.export.lowering.cuda.inductor.argmax import argmax_over_blocks
-from eagle3.export.lowering.cuda.inductor.early_launches import check_early_launches, early_launches
+from eagle3.export.lowering.cuda.inductor.early_launches import check_since_sm_90, early_launches
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
@@ -64,7 +70,7 @@ from eagle3.export.patching.tested_versions import FOR_CUDA, TESTED_WITH_GPU, ch
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
-from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES
+from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES, PREFILL
 from eagle3.runner.hardware import gpus
 from eagle3.runner.hardware.gpus import BY_ARCH, lacking_on_later
 from eagle3.runner.hardware.versions import version_of
@@ -110,9 +116,12 @@ class NvidiaBackend:
         if plan.qlinear == "checkpoint":
             check_quantized_headers(plan.target_headers, skeleton)
         if plan.config.in_records and not has_int4(plan):
-            raise ValueError("--int4-layout records is for INT4 weights, and this export has none: leave it out")
+            layout = plan.config.int4_layout
+            raise ValueError(f"--int4-layout {layout} is for INT4 weights, and this export has none: leave it out")
         if plan.config.launches_early:
-            check_early_launches(local or named_arch(plan))
+            check_since_sm_90("--launches early", local or named_arch(plan))
+        if plan.config.prefetches_weights:
+            check_since_sm_90(f"--int4-layout {PREFETCHED}", local or named_arch(plan))
         if plan.qlinear in CUDA_RECIPES[1:]:
             check_recipe("--qlinear", plan.qlinear, skeleton.model, plan.target_config)
         if plan.draft_qlinear in CUDA_RECIPES[1:]:
@@ -215,9 +224,11 @@ class NvidiaBackend:
             ]
             for name in programs
         }
-        for program in programs.values():
+        for name, program in programs.items():
             gate_in_products(program)
             rotate_in_attention(program)
+            if plan.config.prefetches_weights and name != PREFILL:
+                prefetch_weights(program, plan.config.launches_early)
         lengths = {name: ranges(program) for name, program in programs.items()}
         rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
         longest = {method.name: method.max_len for method in plan.methods}
@@ -238,6 +249,7 @@ class NvidiaBackend:
             rows_in_registers(),
             early_launches() if plan.config.launches_early else nullcontext(),
             counters_unchanged(),
+            prefetches_unseen(),
             analyzed_once(),
             no_repro(),
             collected_rarely(),

@@ -358,8 +358,9 @@ def test_every_kernel_has_code_for_the_named_gpu(found, cuda):
         kernels = sum(kind["count"] for kind in facts["kernels"].values())
         assert kernels > 0
         for counts in facts["architectures"].values():
-            assert [name.rstrip("af") for name in counts] == [architecture]
-            assert sum(counts.values()) == kernels
+            # on sm_90 some kernels have a second image
+            assert {name.rstrip("af") for name in counts} == {architecture}
+            assert max(counts.values()) == kernels
 
 
 def test_verification_has_the_small_m_kernels_and_no_method_a_plain_product(cuda):

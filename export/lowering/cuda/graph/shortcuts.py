@@ -26,6 +26,10 @@ ANALYSIS = triton_kernel_wrap.__name__ + "." + next(name for name in _NAMES if h
 """PyTorch's analysis of the tensors that a kernel reads and writes. In 2.11 it has another name and returns only the
 tensors that are written."""
 COUNTERS = "ARRIVED"
+OF_NEXT = "OF_NEXT"
+"""The constant that only the kernel with prefetches has."""
+PREFETCHES = (OF_NEXT, "FIRST", "AHEAD", "EARLY")
+"""The constants that, if they are not 0, add instructions that no analysis of memory needs: prefetches and waits."""
 Kernel: TypeAlias = JITFunction | Autotuner
 
 
@@ -59,6 +63,19 @@ def counters_unchanged() -> Iterator[None]:
             return [name for name in found if name != COUNTERS]
         writes = OrderedSet(dep for dep in found.read_writes.writes if dep.name != COUNTERS)
         return replace(found, read_writes=replace(found.read_writes, writes=writes))
+
+    with replaced(ANALYSIS, analyze_without):
+        yield
+
+
+@contextmanager
+def prefetches_unseen() -> Iterator[None]:
+    """Analyze the kernel of ``kernels/int4_records.py`` without its prefetches into L2, which write nothing: the
+    analysis does not know their instructions, and would take every tensor as written."""
+    analyze = original(ANALYSIS)
+
+    def analyze_without(kernel: Kernel, kwargs: dict[str, Any], *rest: Any) -> object:
+        return analyze(kernel, kwargs | dict.fromkeys(PREFETCHES, 0) if OF_NEXT in kwargs else kwargs, *rest)
 
     with replaced(ANALYSIS, analyze_without):
         yield

@@ -5,9 +5,9 @@ program of a kernel and the first of the next. Here every kernel is started by `
 of programmatic stream serialization. Its programs take their places as soon as all programs of the kernel in front have
 started and places are free. They wait for that kernel's end (``griddepcontrol.wait``) before anything else.
 
-**Every kernel waits**, in its first statement, so that a kernel's end includes the end of all before it. The kernel of
-``int4_records.py`` could read its first weights before it waits, but PyTorch's trace does not analyze the instructions
-for it, and then takes every argument as mutated.
+**Every kernel waits**, in its first statement, so that a kernel's end includes the end of all before it. A kernel that
+is called with the constant ``EARLY`` (``int4_records.py``, ``--int4-layout records-prefetched``) waits itself, after it
+has loaded weights, which no kernel writes.
 
 Inductor's own option, ``triton.enable_pdl``, lets a kernel skip the wait if the kernel in front writes nothing that it
 reads. That is right only if no kernel releases the next one before its own wait.
@@ -26,6 +26,8 @@ from eagle3.runner.hardware.gpus import BY_ARCH
 
 FIRST_WITH = 90
 RELEASE, WAIT = "tl.extra.cuda.gdc_launch_dependents()", "tl.extra.cuda.gdc_wait()"
+OWN = "EARLY"
+"""The constant of a kernel that waits itself."""
 SOURCE = re.compile(r"async_compile\.triton\('\w+', (?P<source>'''.*''')", re.DOTALL)
 IN_ORDER = """CUDA_DRIVER_CHECK(cuLaunchKernel(
                     func, gridX, gridY, gridZ, 32*numWarps, 1, 1, sharedMemBytes, stream, args, nullptr
@@ -47,10 +49,11 @@ EARLY = """CUlaunchAttribute early = {};
                 CUDA_DRIVER_CHECK(cuLaunchKernelEx(&config, func, args, nullptr));"""
 
 
-def check_early_launches(arch: str) -> None:
-    """Raise ValueError for an architecture, such as "sm_89", whose kernels cannot start early."""
+def check_since_sm_90(flag: str, arch: str) -> None:
+    """Raise ValueError for a flag that needs early launches or prefetches into L2, and an architecture, such as
+    "sm_89", that lacks both."""
     if BY_ARCH[arch].arch < FIRST_WITH:
-        raise ValueError(f"--launches early is for sm_{FIRST_WITH} and later, not {arch}: leave it out")
+        raise ValueError(f"{flag} is for sm_{FIRST_WITH} and later, not {arch}: leave it out")
 
 
 @contextmanager
@@ -87,8 +90,8 @@ def launching_early(helpers: str) -> str:
 
 
 def waiting(kernel: str) -> str:
-    """Return Inductor's definition of a Triton kernel with a wait as its first statement. Raises ValueError for a
-    definition without a kernel."""
+    """Return Inductor's definition of a Triton kernel with a wait as its first statement, or as it is if the kernel
+    waits itself. Raises ValueError for a definition without a kernel."""
     found = SOURCE.search(kernel)
     source = "" if found is None else ast.literal_eval(found["source"])
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
@@ -96,7 +99,20 @@ def waiting(kernel: str) -> str:
     if len(heads) != 1:
         raise ValueError(f"{len(heads)} kernels are in a definition of Inductor, where one is expected")
     (head,) = heads
+    if waits_itself(head):
+        return kernel
     first = source.splitlines()[head.body[0].lineno - 1]
     at = kernel.index(first + "\n", kernel.index(f"def {head.name}("))
     indent = " " * head.body[0].col_offset
     return f"{kernel[:at]}{indent}{RELEASE}\n{indent}{WAIT}\n{kernel[at:]}"
+
+
+def waits_itself(kernel: ast.FunctionDef) -> bool:
+    """Return True if Inductor's decorators give the kernel the constant EARLY, with which it waits."""
+    tables = (node for each in kernel.decorator_list for node in ast.walk(each) if isinstance(node, ast.Dict))
+    constants = (pair for table in tables for pair in zip(table.keys, table.values, strict=True))
+    is_early = any(
+        isinstance(name, ast.Constant) and name.value == OWN and isinstance(value, ast.Constant) and value.value is True
+        for name, value in constants
+    )
+    return is_early and WAIT in ast.unparse(kernel)

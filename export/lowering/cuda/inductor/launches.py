@@ -40,6 +40,8 @@ from eagle3.targets.spec import ROLLBACK_ROWS
 WARP = 32
 VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
 """Matches a view of a buffer as a kernel's argument; group 1 is the buffer."""
+ONLY_ASKED_FOR = "NEXT"
+"""The argument of which a kernel reads nothing: it asks L2 for what the next launch reads."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
     constants = _constants(known, source)
     reads, added = cache_reads(constants, rows), sums_read(constants, rows)
     weights, buffers = {}, {}
-    for name in {VIEW.sub(r"\1", argument) for argument in arguments if isinstance(argument, str)}:
+    read = [argument for name, argument in zip(known["def_args"], arguments, strict=True) if name != ONLY_ASKED_FOR]
+    for name in {VIEW.sub(r"\1", argument) for argument in read if isinstance(argument, str)}:
         if name in V.graph.constants:
             constant = V.graph.constants[name]
             if name in V.graph.mutated_buffers or reads and reads.slots in constant.shape:

@@ -47,6 +47,13 @@ TOGETHER = {8: 3, 16: 2}
 thread."""
 REGISTERS = {8: 80, 16: 128}
 """The most registers a thread, which the compiler is told, by the rows of a tile."""
+BEFORE_THE_WAIT = {"EARLY": True, "FIRST": 3}
+"""The constants of a kernel that loads its first weights before it waits for the kernel in front, and asks L2 for three
+blocks of them."""
+NEXT_BYTES = 20 << 20
+"""The most bytes of the next weight that the programs of a launch ask L2 for."""
+AT_ONCE = 16
+"""Requests to L2 have a multiple of this number of bytes."""
 UP: tl.constexpr = tl.constexpr(8589934592.0)  # 2^33
 LOW: tl.constexpr = tl.constexpr(1.2676506002282294e30)  # 2^100
 HIGH: tl.constexpr = tl.constexpr(7.922816251426434e28)  # 2^96
@@ -262,9 +269,9 @@ def _launch_records(
     """Return bfloat16 [M, N] of ``x`` [M, K], or [M, N / 2] with an ``activation``.
 
     ``most_rows``, 8 or 16, is the most rows of any call with this weight. It decides the number of programs, and so the
-    order of the sums. ``following`` is the next matmul's weight. ``asked`` gives the kernel's ``AHEAD``, ``FIRST``,
-    ``OF_NEXT`` and ``EARLY``, which are 0 by default. Raises ValueError for another dtype of ``x``, a weight of another
-    K, and more rows than there are counters for.
+    order of the sums. ``following`` is the next matmul's weight, which L2 is asked for. ``asked`` gives the kernel's
+    ``AHEAD``, ``FIRST``, ``OF_NEXT`` and ``EARLY``; by default ``OF_NEXT`` is ``of_next``, the others are 0. Raises
+    ValueError for another dtype of ``x``, a weight of another K, and more rows than there are counters for.
     """
     m, n = x.shape[0], outputs_of(x, packed)
     if x.dtype != torch.bfloat16:
@@ -291,7 +298,7 @@ def records_run(
     check_contiguous(packed)
     n, k = outputs_of(x, packed), x.shape[1]
     share, x = shares_here(n, k, most_rows), x.contiguous()
-    constants = dict.fromkeys(("AHEAD", "FIRST", "OF_NEXT"), 0) | {"EARLY": False} | asked
+    constants = {"AHEAD": 0, "FIRST": 0, "OF_NEXT": of_next(following, share.count), "EARLY": False} | asked
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         kernel[programs](
@@ -301,6 +308,17 @@ def records_run(
         )  # fmt: skip
 
     return share, run
+
+
+def of_next(following: Tensor | None, programs: int) -> int:
+    """Return the bytes of the next weight that each of ``programs`` programs asks L2 for: together they ask for no more
+    than the weight has, and ``NEXT_BYTES``. Raises ValueError for a weight that is no records."""
+    if following is None:
+        return 0
+    check_contiguous(following)
+    if following.dtype != torch.uint8 or following.shape[-1] != RECORD:
+        raise ValueError(f"the next weight is {following.dtype} {tuple(following.shape)}: it must be records")
+    return min(NEXT_BYTES, following.numel()) // programs // AT_ONCE * AT_ONCE
 
 
 def outputs_of(x: Tensor, packed: Tensor) -> int:
@@ -331,12 +349,15 @@ def _limited(registers: int) -> Any:
 
 
 @triton_op("eagle3::int4_records_small_m", mutates_args={})
-def int4_records_small_m(x: Tensor, packed: Tensor, arrived: Tensor, most_rows: int, activation: str = "") -> Tensor:
+def int4_records_small_m(
+    x: Tensor, packed: Tensor, arrived: Tensor, most_rows: int, activation: str = "", following: Tensor | None = None,
+    early: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute ``x @ w.T`` with ``w = (q - zero) * scale``; zero and scale are a code times a step. The results may be
     gated (see ``sums``).
 
     On CUDA this is the kernel of this module, on the host ``records_reference``. It is one node of an exported program
-    and one launch.
+    and one launch. ``following`` and ``early`` change no result.
 
     Args:
         x: bfloat16 [M, K], K a multiple of 256; M may be dynamic
@@ -344,21 +365,26 @@ def int4_records_small_m(x: Tensor, packed: Tensor, arrived: Tensor, most_rows: 
         arrived: ``sums.counters()``, zero again when it returns
         most_rows: 8 or 16, the most rows of any call with this weight
         activation: applied to the gate, the first half of the outputs; "": the outputs are not gated
+        following: records of the next matmul, which L2 is asked for; they must be constant, since nothing waits
+        early: the kernel may start before the one in front has ended, and loads its first weights before it waits for
+            that; ``packed`` must be constant then
 
     Returns:
         bfloat16 [M, N], gated half of them; a row's bits do not depend on the other rows or their number
 
     Raises:
-        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, records that are not contiguous, or more
-            rows than there are counters for
+        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, records that are not contiguous, a next
+            weight that is no records, or more rows than there are counters for
     """
-    return _launch_records(Traced(), x, packed, arrived, activation, most_rows)
+    asked = BEFORE_THE_WAIT if early else {}
+    return _launch_records(Traced(), x, packed, arrived, activation, most_rows, following, **asked)
 
 
 @int4_records_small_m.register_kernel("cpu")
 def records_reference(
-    x: Tensor, packed: Tensor, arrived: Tensor | None = None, most_rows: int = 8, activation: str = ""
-) -> Tensor:
+    x: Tensor, packed: Tensor, arrived: Tensor | None = None, most_rows: int = 8, activation: str = "",
+    following: Tensor | None = None, early: bool = False,
+) -> Tensor:  # fmt: skip
     """``int4_records_small_m`` in plain PyTorch: float32 on the dequantized weights, any floating dtype of ``x``."""
     outputs_of(x, packed)
     return gated((x.float() @ dequantized(packed).T).to(x.dtype), activation)

@@ -14,7 +14,7 @@ from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrid
 from eagle3.export.lowering.cuda.inductor.early_launches import (
     RELEASE,
     WAIT,
-    check_early_launches,
+    check_since_sm_90,
     early_launches,
     launching_early,
     waiting,
@@ -35,6 +35,9 @@ HELPER_FIRST = POINTWISE.replace("@triton_heuristics", f"{HELPER}@triton_heurist
 OWN_WAIT = POINTWISE.replace("    xnumel = 64", "    if EARLY:\n        tl.extra.cuda.gdc_wait()")
 
 
+RECORDS = OWN_WAIT.replace("triton_meta={}", "triton_meta={'constants': {'EARLY': True}}")
+
+
 def body_of(kernel: str) -> list[str]:
     tree = ast.parse(ast.literal_eval(re.search(r", ('''.*''')", kernel, re.DOTALL)[1]))
     return [ast.unparse(line) for line in tree.body[-1].body]
@@ -44,6 +47,23 @@ def body_of(kernel: str) -> list[str]:
 def test_a_kernel_releases_the_next_one_and_waits_before_anything_else(kernel):
     found = waiting(kernel)
     assert body_of(found) == [RELEASE, WAIT, *body_of(kernel)]
+
+
+def test_a_kernel_that_waits_itself_is_left_as_it_is():
+    assert waiting(RECORDS) == RECORDS
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        RECORDS.replace("True", "False"),
+        RECORDS.replace("'EARLY'", "'LATE'"),
+        RECORDS.replace("tl.extra.cuda.gdc_wait()", "pass"),
+        RECORDS.replace("'constants': {'EARLY': True}", "'signature': {'EARLY': 'constexpr'}"),
+    ],
+)
+def test_a_kernel_that_only_could_wait_itself_waits_first(kernel):
+    assert body_of(waiting(kernel))[:2] == [RELEASE, WAIT]
 
 
 @pytest.mark.parametrize("kernel", ["", POINTWISE.replace("@triton_heuristics", "@other")])
@@ -63,8 +83,8 @@ def test_every_launch_of_the_wrapper_has_the_attribute():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
 def test_an_architecture_without_early_launches_is_refused(arch):
     with pytest.raises(ValueError, match=f"for sm_90 and later, not {arch}: leave it out"):
-        check_early_launches(arch)
-    check_early_launches("sm_90")
+        check_since_sm_90("--launches early", arch)
+    check_since_sm_90("--launches early", "sm_90")
 
 
 class Softmax(nn.Module):

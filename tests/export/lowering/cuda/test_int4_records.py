@@ -14,7 +14,7 @@ from small_m_weights import activations, int4_weight
 from torch import Tensor, nn
 from torch.export import Dim
 from triton.runtime.interpreter import InterpreterBuilder
-from triton_interpreter import exact_dots, interpreted, words_read
+from triton_interpreter import asked_of_l2, exact_dots, interpreted, words_read
 
 from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged
 from eagle3.export.lowering.cuda.kernels import int4, int4_records, record_layout, small_m, sums
@@ -168,16 +168,10 @@ def test_each_program_has_an_even_share_and_no_tile_exceeds_its_room_for_parts()
 def test_only_weights_are_prefetched_into_l2(asked, any_asked):
     """The program's own records and the next matmul's weights are prefetched, and nothing beyond their ends."""
     x, packed, following = activations(2, 4096), records(*int4_weight(128, 4096)), records(*int4_weight(64, 512))
-    ranges = []
-
-    def ask(pointer, size):
-        begin = int(pointer.handle.data.ravel()[0])
-        ranges.append((begin, begin + int(getattr(size, "value", size))))
-
-    with patch.object(int4_records, "ask_l2", ask):
-        run(x, packed, following=following, **asked)
-    homes = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in (packed, following)]
     of_next = "OF_NEXT" in asked
+    with asked_of_l2() as ranges:
+        run(x, packed, following=following if of_next else None, **asked)
+    homes = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in (packed, following)]
     first, last = homes[of_next]
     assert bool(ranges) == any_asked and all(first <= begin and end <= last for begin, end in ranges)
     assert all(begin % 16 == 0 and end % 16 == 0 for begin, end in ranges)
