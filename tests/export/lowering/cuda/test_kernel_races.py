@@ -96,7 +96,7 @@ ADDED = "            tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=her
 SET_BACK = f"{ADDED}            tl.store(counter, 0)\n"
 SMALL_ARRIVES = "        if arrive(counter) == SPLITS - 1:\n"
 LARGE_STORE = "        tl.store(sums + tl.program_id(2) * tiles * (128 * BLOCK_M), acc)\n"
-LARGE_ARRIVES = "        if arrive(ARRIVED + own) == parts - 1:\n"
+LARGE_ARRIVES = "        if arrive(ARRIVED + at) == parts - 1:\n"
 STATS = "        tl.store(STATS + mine * 2, top, mask=here)\n"
 KEPT = "        tl.store(PARTS + mine[:, None] * D + d[None, :], acc, mask=within[:, None] & (d[None, :] < D))\n"
 ARRIVES = "            arrived = arrive(counter)\n"
@@ -135,16 +135,16 @@ FAULTS = {
     ),
     # Of products of many rows
     "counter not set back, many rows": (
-        "int4, many rows", large_m, "            tl.store(ARRIVED + own, 0)\n", "", COUNTER, "tl.atomic_add",
+        "int4, many rows", large_m, "            tl.store(ARRIVED + at, 0)\n", "", COUNTER, "tl.atomic_add",
     ),
     "one counter for all, many rows": (
-        "int8, many rows", large_m, "arrive(ARRIVED + own)", "arrive(ARRIVED)", TAKEN, "tl.store.ARRIVED",
+        "int8, many rows", large_m, "arrive(ARRIVED + at)", "arrive(ARRIVED)", TAKEN, "tl.store.ARRIVED",
     ),
     "one place for all, many rows": (
         "int8, many rows", large_m, "sums + tl.program_id(2) * tiles", "sums + 0 * tiles", STORED, "tl.store.sums",
     ),
     "counter set back too early": (
-        "int4, many rows", large_m, LARGE_ARRIVES, "        tl.store(ARRIVED + own, 0)\n" + LARGE_ARRIVES, TAKEN,
+        "int4, many rows", large_m, LARGE_ARRIVES, "        tl.store(ARRIVED + at, 0)\n" + LARGE_ARRIVES, TAKEN,
         "tl.store.ARRIVED",
     ),
     # Of attention

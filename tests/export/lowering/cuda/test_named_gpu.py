@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import subprocess
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -32,6 +33,7 @@ from eagle3.export.lowering.cuda.named_gpu.configurations import groups, usage
 from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device
 from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, Tile, nanoseconds
 from eagle3.export.lowering.cuda.named_gpu.operators import operators
+from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, on_named_gpu, weights_on_host
 from eagle3.runner.hardware.gpus import BY_ARCH
 
@@ -128,6 +130,7 @@ def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: Heu
         configs=configs,
         fn=SimpleNamespace(__name__="kernel"),
         heuristic_type=kind,
+        triton_meta={"constants": {}},
         inductor_meta={"precomputed_grids": [{"config": config_to_dict(c), "cpp": str(c.kwargs)} for c in configs]},
         _precompile_config=compile_one,
     )
@@ -136,7 +139,7 @@ def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: Heu
 def chosen(arch: str, *args) -> tuple[Config, list[dict]]:
     one = tuner(*args)
     with patch("eagle3.export.lowering.cuda.named_gpu.configurations.usage", lambda cubin: cubin):
-        result = OneConfiguration(BY_ARCH[arch]).chosen(one)
+        result = OneConfiguration(BY_ARCH[arch], SecondImages(BY_ARCH[arch], nullcontext)).chosen(one)
     return result.config, one.inductor_meta["precomputed_grids"]
 
 
