@@ -29,6 +29,12 @@ from eagle3.export.checkpoints.packed import (
     unpacked,
 )
 
+UNREADABLE = {
+    "kv_cache_scheme": "quantizes the KV cache, which is kept in the activations' dtype here",
+    "transform_config": "rotates weights and activations, a computation that the export lacks",
+    "sparsity_config": "stores the weights without their zeros, a format that is not read",
+}
+"""The fields of a description that change more than the weights' codes, and what they do."""
 PACKED, SCALE, SHAPE, ZERO, G_IDX = (f"weight_{part}" for part in ("packed", "scale", "shape", "zero_point", "g_idx"))
 
 
@@ -46,14 +52,7 @@ class CompressedTensors(Format):
     REQUIRED, OPTIONAL = (PACKED, SCALE, SHAPE), (ZERO, G_IDX)
 
     def __init__(self, file: Path, config: dict[str, Any]):
-        for field, meaning in (
-            ("kv_cache_scheme", "quantizes the KV cache, which is kept in the activations' dtype here"),
-            ("transform_config", "rotates weights and activations, a computation that the export lacks"),
-            ("sparsity_config", "stores the weights without their zeros, a format that is not read"),
-        ):
-            value = config.get(field)
-            if value and not (isinstance(value, dict) and value.get("format") == "dense"):
-                raise ValueError(f"{file}: quantization_config has a {field}, which {meaning}: {ANOTHER}")
+        refuse_fields(file, config, *UNREADABLE)
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not groups:
             raise ValueError(f"{file}: quantization_config has no config_groups: copy config.json again")
@@ -108,6 +107,14 @@ class CompressedTensors(Format):
             f"{linear} is packed, but no group of quantization_config is for it (targets {targets}): config.json and "
             "the weights are of different checkpoints"
         )
+
+
+def refuse_fields(file: Path, config: dict[str, Any], *fields: str) -> None:
+    """Raise ValueError if ``config``, the quantization_config of ``file``, has one of these keys of ``UNREADABLE``."""
+    for field in fields:
+        value = config.get(field)
+        if value and not (isinstance(value, dict) and value.get("format") == "dense"):
+            raise ValueError(f"{file}: quantization_config has a {field}, which {UNREADABLE[field]}: {ANOTHER}")
 
 
 def _scheme(where: str, group: object, config: dict[str, Any]) -> Scheme:

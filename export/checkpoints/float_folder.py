@@ -9,6 +9,7 @@ Products are computed in float32. Servers that keep the codes also round the inp
 may differ.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eagle3.export.checkpoints.compressed_tensors import refuse_fields
 from eagle3.export.checkpoints.fp8_folder import CODES, SCALE_DTYPES, scaled
 from eagle3.export.checkpoints.packed import ANOTHER
 from eagle3.export.checkpoints.packed_folder import described
@@ -38,7 +40,6 @@ UNREAD = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 class Coded(NamedTuple):
     """The names and the shapes of one weight's parts."""
 
-    kind: str
     codes: str
     scales: str
     whole: str | None
@@ -47,6 +48,15 @@ class Coded(NamedTuple):
     shape: tuple[int, int]
     block: tuple[int, int]
     """The rows and columns that share one of the scales."""
+
+    @property
+    def kind(self) -> str:
+        return FP8 if self.whole is None else NVFP4
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The rows and columns of the scales."""
+        return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -59,14 +69,7 @@ class FloatFolder(SafetensorsFolder):
     def __init__(self, path: Path):
         super().__init__(path)
         _, self.config = described(path) or ("", {})
-        for field, meaning in (
-            ("transform_config", "rotates weights and activations, a computation that the export lacks"),
-            ("sparsity_config", "stores the weights without their zeros, a format that is not read"),
-        ):
-            value = self.config.get(field)
-            if value and not (isinstance(value, dict) and value.get("format") == "dense"):
-                file = path / "config.json"
-                raise ValueError(f"{file}: quantization_config has a {field}, which {meaning}: {ANOTHER}")
+        refuse_fields(path / "config.json", self.config, "transform_config", "sparsity_config")
 
     @staticmethod
     def recognizes(path: Path) -> bool:
@@ -100,11 +103,6 @@ class FloatFolder(SafetensorsFolder):
                 if wanted(name):
                     yield name, _decoded(coded, read)
 
-    def tensor(self, name: str) -> Tensor:
-        for _, tensor in self.some(lambda each: each == name):
-            return tensor
-        return super().tensor(name)
-
     @cached_property
     def _coded(self) -> dict[str, Coded]:
         """Map the name of each weight to its parts. Raises ValueError for parts that do not fit each other."""
@@ -123,13 +121,12 @@ class FloatFolder(SafetensorsFolder):
             whole = f"{linear}.weight_global_scale" if divides else f"{linear}.weight_scale_2"
             shape, block = (rows, 2 * columns), (1, GROUP)
             fits = scales.dtype == CODES and self._part(codes, whole).elements == 1
-            coded = Coded(NVFP4, codes, f"{linear}.weight_scale", whole, divides, shape, block)
+            coded = Coded(codes, f"{linear}.weight_scale", whole, divides, shape, block)
         else:
             shape, block = (rows, columns), self._block(rows, columns, scales)
             fits = scales.dtype in SCALE_DTYPES
-            coded = Coded(FP8, codes, f"{linear}.weight_scale", None, False, shape, block)
-        blocks = -(-shape[0] // block[0]) * -(-shape[1] // block[1]) if rows and columns else 0
-        if not fits or scales.elements != blocks:
+            coded = Coded(codes, f"{linear}.weight_scale", None, False, shape, block)
+        if not (rows and columns and fits) or scales.elements != math.prod(coded.blocks):
             raise ValueError(
                 f"{self.path}: {codes} is {header.dtype} {list(header.shape)} with scales {scales.dtype} "
                 f"{list(scales.shape)}, which is neither NVFP4 nor FP8 with a scale for a weight, a row or a block: "
@@ -164,8 +161,7 @@ def _decoded(coded: Coded, read: Callable[[str], Tensor]) -> Tensor:
         whole = read(coded.whole).float()
         scales = scales / whole if coded.divides else scales * whole
         codes = e2m1(codes)
-    blocks = -(-coded.shape[0] // coded.block[0]), -(-coded.shape[1] // coded.block[1])
-    return scaled(codes, scales.view(blocks), coded.block)
+    return scaled(codes, scales.view(coded.blocks), coded.block)
 
 
 def e2m1(packed: Tensor) -> Tensor:

@@ -58,11 +58,6 @@ class Fp8Folder(SafetensorsFolder):
                     coded = name in self._coded
                     yield name, scaled(read(name), read(name + SCALES), self.block) if coded else read(name)
 
-    def tensor(self, name: str) -> Tensor:
-        for _, tensor in self.some(lambda each: each == name):
-            return tensor
-        return super().tensor(name)
-
     @cached_property
     def _coded(self) -> set[str]:
         """Return the names of the weights in FP8. Raises ValueError for codes and scales that do not fit each other."""

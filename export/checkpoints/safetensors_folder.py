@@ -45,13 +45,6 @@ class SafetensorsFolder(Source):
     def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         return _tensors(self.files(), wanted)
 
-    def tensor(self, name: str) -> Tensor:
-        for path in self.files():
-            with open_safetensors(path) as file:
-                if name in file.keys():  # noqa: SIM118 (not a dict)
-                    return file.get_tensor(name)
-        return super().tensor(name)
-
     @contextmanager
     def _opened(self) -> Iterator[Callable[[str], Tensor]]:
         """Open all files at once, memory-mapped, since the parts of a weight may lie in several. The value reads a

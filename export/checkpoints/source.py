@@ -62,7 +62,6 @@ class Source(ABC):
         return ((name, tensor) for name, tensor in self.tensors() if wanted(name))
 
     def tensor(self, name: str) -> Tensor:
-        for each, tensor in self.tensors():
-            if each == name:
-                return tensor
+        for _, tensor in self.some(lambda each: each == name):
+            return tensor
         raise ValueError(f"{self.path} lacks {name}: is a shard missing?")

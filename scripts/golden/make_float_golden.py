@@ -19,7 +19,7 @@ from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
-from safetensors.torch import save_file
+from quantized_case import save
 from torch import Tensor
 
 ROWS, COLUMNS = 12, 96
@@ -74,13 +74,6 @@ def by_model_optimizer() -> Case:
     parts["input_scale"] = torch.tensor(0.01)
     groups = {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}}
     return {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": groups}, parts, dense
-
-
-def save(folder: Path, config: dict, parts: dict[str, Tensor], dense: Tensor) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"quantization_config": config}, indent=2) + "\n")
-    save_file({f"model.proj.{part}": value.contiguous() for part, value in parts.items()}, folder / "model.safetensors")
-    save_file({"model.proj.weight": dense.contiguous()}, folder / "dense.safetensors")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 from gptqmodel.quantization import QuantizeConfig
 from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
-from safetensors.torch import save_file
+from quantized_case import save
 from torch import Tensor, nn
 
 ROWS, COLUMNS = 12, 256  # the rows do not fill a word of zero points
@@ -132,13 +132,6 @@ def autoawq_gemm() -> ModuleType:
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__path__ = [str(Path(place, *name.split(".")[1:]))]
     return importlib.import_module("awq.modules.linear.gemm")
-
-
-def save(folder: Path, config: dict, parts: dict, dense: torch.Tensor) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"quantization_config": config}, indent=2) + "\n")
-    save_file({f"model.proj.{part}": value.contiguous() for part, value in parts.items()}, folder / "model.safetensors")
-    save_file({"model.proj.weight": dense.contiguous()}, folder / "dense.safetensors")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import click
 import torch
 from bench_small_m import microseconds
 from gpu_cubins import Compiling, Cubins, Kernel, Launching
-from gpu_variants import ROUND, Weight, dense, made
+from gpu_variants import CHECKED, CLOSE, ROUND, Linears, Weight, dense, made
 from torch import Tensor
 
 from eagle3.export.lowering.cuda.kernels import int4, int4_matmul
@@ -23,11 +23,8 @@ FORMS = {"portable": False, "sm_90a": True}
 """The forms of the code, and whether each has wgmma."""
 PEAK = 989e12
 """FLOP/s of an H100 or H200 in bfloat16, without sparsity (NVIDIA's data sheet)."""
-CLOSE = 2**-7
-"""The largest permitted error of an output, as a share of the largest output."""
-CHECKED, CALLS, MULTIPROCESSORS = 1024, 8, 132
+CALLS, MULTIPROCESSORS = 8, 132
 KERNEL = int4_matmul._int4_matmul_kernel
-Linears = dict[str, tuple[int, int, str]]
 
 
 def product(kernel: Kernel, x: Tensor, weight: Weight, arrived: Tensor, wgmma: bool) -> Tensor:

@@ -29,22 +29,17 @@ import triton.language as tl
 from bench_small_m import CYCLED, copy_bandwidth, microseconds
 from gpu_cubins import MANIFEST, Compiling, Cubins, Driver, Kernel, Launching
 from gpu_prefill import compile_prefill, run_prefill
-from gpu_variants import GEMMA, ROUND, VARIANTS, Variant, Weight, cases, dense, made
+from gpu_variants import CHECKED, CLOSE, GEMMA, ROUND, VARIANTS, Linears, Variant, Weight, cases, dense, made
 from torch import Tensor
 
 from eagle3.export.lowering.cuda.kernels.sums import counters, gated, made_for_named
 
 STAGES = ("right", "gaps", "alone", "resident", "layers", "prefill")
-CLOSE = 2**-7
-"""The largest permitted error of an output, as a share of the largest output."""
-CHECKED = 1024
-"""The number of outputs at each end, and of each half of a gated linear, that are compared with the plain product."""
 LAYERS, COPIES, EMPTY = 60, 4, 500
 HELD = 30e6
 """The most bytes of a weight that certainly fits into L2."""
 WAITS = {"sliding_qkv": 10_000, "sliding_o": 2_000, "down": 2_000}
 """The nanoseconds of waiting after a linear, in place of attention and of norms."""
-Linears = dict[str, tuple[int, int, str]]
 
 
 @triton.jit

@@ -20,7 +20,13 @@ from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH
 ROUND = {"sliding_qkv": "", "sliding_o": "", "gate_up": GELU_TANH, "down": ""}
 """The linears of a layer of Gemma 4 31B, in the order of a round, with their activations."""
 ALONE = ROUND | {"lm_head": ""}
+CLOSE = 2**-7
+"""The largest permitted error of an output, as a share of the largest output."""
+CHECKED = 1024
+"""The number of outputs at each end, and of each half of a gated linear, that are compared with the plain product."""
 Weight = tuple[Tensor, ...]
+Linears = dict[str, tuple[int, int, str]]
+"""The sizes [N, K] and the activations of linears, by name."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,29 @@
 """Makes the inputs of a quantized product, and checks its result."""
 
 import torch
+from small_m_weights import int4_weight
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels import int4
+from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, sums
 
 
 def parts(*weights: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return the op's inputs for weights that ``int4_weight`` made."""
     laid_out = [int4.tiled(*weight[1:]) for weight in weights]
     return [weight[0] for weight in weights], *map(torch.cat, zip(*laid_out, strict=True))
+
+
+class Int4Linear(torch.nn.Module):
+    """A linear of many rows over a random INT4 weight [n, k]."""
+
+    def __init__(self, n: int, k: int):
+        super().__init__()
+        (qdata,), codes, steps = parts(int4_weight(n, k))
+        for name, value in (("qdata", qdata), ("codes", codes), ("steps", steps), ("arrived", sums.counters())):
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return int4_matmul.int4_matmul(x, [self.qdata], self.codes, self.steps, self.arrived)
 
 
 def assert_product(found: Tensor, x: Tensor, w: Tensor) -> None:

@@ -34,7 +34,7 @@ from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, SPECULATE, TARGET_VER
 from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
 from eagle3.runner.inspect.cost.estimate import estimate, kernel_seconds, of_seconds
 from eagle3.runner.inspect.machine_code.ptx import Load, loads
-from eagle3.runner.inspect.machine_code.sass import Code, Loop, read_codes
+from eagle3.runner.inspect.machine_code.sass import Capability, Code, Loop, read_codes_for
 
 LAUNCH_SECONDS = 2e-6
 """Time from the end of a kernel to the work of the next, without a CUDA graph; commonly measured as 2 to 4 us."""
@@ -128,14 +128,14 @@ def cost(
     fatbins by method and name. Raises ValueError if a kernel is missing or does not fit on a GPU.
     """
     fatbins = [fatbin for named in kernels.values() for fatbin in named.values()]
-    codes = {capability: read_codes(fatbins, capability) for capability in {gpu.capability for gpu in gpus}}
+    codes = read_codes_for(fatbins, {gpu.capability for gpu in gpus})
     methods = {}
     for method, recorded in launches.items():
         missing = {entry["kernel"] for entry in recorded["launches"]} - kernels.get(method, {}).keys()
         if missing:
             raise ValueError(f"{method} has no kernel {min(missing)}, which export.json has: it is of another export")
         found = [
-            _launch_on(gpus, entry, recorded["rows"], codes, kernels[method][entry["kernel"]], context)
+            _launch_on(gpus, entry, recorded["rows"], codes[kernels[method][entry["kernel"]]], context)
             for entry in recorded["launches"]
         ]
         methods[method] = _method(recorded, found, gpus)
@@ -210,15 +210,14 @@ def _launch_on(
     gpus: list[Gpu],
     entry: Mapping[str, Any],
     rows: int,
-    codes: Mapping[tuple[int, int], Mapping[bytes, Code]],
-    fatbin: bytes,
+    codes: Mapping[Capability, Code],
     context: Context,
 ) -> dict[str, Any]:
     """Return a recorded launch with its time on each GPU, from the code that this GPU runs, and the figures of the
     code on the first GPU."""
     found = [
-        _launch(entry, rows, of[fatbin], [gpu for gpu in gpus if gpu.capability == capability], context)
-        for capability, of in sorted(codes.items(), key=lambda item: item[0] != gpus[0].capability)
+        _launch(entry, rows, code, [gpu for gpu in gpus if gpu.capability == capability], context)
+        for capability, code in sorted(codes.items(), key=lambda item: item[0] != gpus[0].capability)
     ]
     times = {
         key: {name: time for each in found for name, time in each[key].items()} for key in ("seconds", "estimates")

@@ -17,12 +17,12 @@ import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eagle3.runner.artifact.cuda_library import preferred
 
+Capability = tuple[int, int] | None
 TOOL = "cuobjdump"
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", re.MULTILINE)
 REGISTERS, STACK = re.compile(r"REG:(\d+)"), re.compile(r"STACK:(\d+)")
@@ -105,10 +105,21 @@ def disassembler() -> Path:
     return Path(found)
 
 
-def read_codes(fatbins: Iterable[bytes], capability: tuple[int, int] | None = None) -> dict[bytes, Code]:
-    """Disassemble each fatbin's image for a GPU of this compute capability, or its first image. Raises
-    FileNotFoundError without ``cuobjdump``, ValueError for a fatbin it refuses."""
-    return _read_all(fatbins, ("-res-usage", "-sass", "-ptx"), partial(parse, capability=capability))
+def read_codes(fatbins: Iterable[bytes], capability: Capability = None) -> dict[bytes, Code]:
+    """Disassemble each fatbin's image for a GPU of this compute capability, or its first image. Raises the errors of
+    ``read_codes_for``."""
+    return {fatbin: codes[capability] for fatbin, codes in read_codes_for(fatbins, {capability}).items()}
+
+
+def read_codes_for(fatbins: Iterable[bytes], capabilities: Iterable[Capability]) -> dict[bytes, dict[Capability, Code]]:
+    """Disassemble each fatbin once, and return its image for GPUs of each compute capability; None stands for its first
+    image. Raises FileNotFoundError without ``cuobjdump``, ValueError for a fatbin it refuses."""
+    wanted = list(capabilities)
+
+    def of_each(usage: str, sass: str, ptx: str) -> dict[Capability, Code]:
+        return {capability: parse(usage, sass, ptx, capability) for capability in wanted}
+
+    return _read_all(fatbins, ("-res-usage", "-sass", "-ptx"), of_each)
 
 
 def read_usages(fatbins: Iterable[bytes]) -> dict[bytes, Usage]:

@@ -3,6 +3,7 @@ converter."""
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,15 @@ def in_order(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         order = tensors.get(name.removesuffix("weight") + INPUT_ORDER)
         weights[name] = value if order is None else value[:, order.argsort()]
     return {name: value for name, value in weights.items() if not name.endswith(INPUT_ORDER)}
+
+
+def rewritten(path: Path, case: str, change=lambda _tensors: None, fields: dict[str, Any] | None = None) -> Path:
+    """Write the file of a case once more. ``change`` gets its tensors and their types by name, and changes them;
+    ``fields`` replace some of its metadata."""
+    file = GGUFFile(GOLDEN / "gguf" / case / "model.gguf")
+    tensors = {tensor.name: (file.by_own_name(tensor.name), "F32") for tensor in file._readers[0].tensors}
+    change(tensors)
+    return write_gguf(path, file.field("general.architecture"), file.own_fields() | (fields or {}), tensors)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,42 +132,28 @@ def test_a_target_of_llama_cpps_converter_equals_transformers(case, tmp_path):
 )
 def test_metadata_of_another_model_is_refused(case, key, value, tmp_path):
     golden = GOLDEN / "gguf" / case
-    file = GGUFFile(golden / "model.gguf")
-    tensors = {tensor.name: (file.by_own_name(tensor.name), "F32") for tensor in file._readers[0].tensors}
-    architecture = file.field("general.architecture")
-    changed = write_gguf(tmp_path / "other.gguf", architecture, file.own_fields() | {key: value}, tensors)
+    changed = rewritten(tmp_path / "other.gguf", case, fields={key: value})
     draft = save_random_draft(tmp_path / "draft", AutoConfig.from_pretrained(golden), (1, 2, 3), draft_vocab=24)
     flags = {"backend": "xnnpack", "max_seq_len": 64, "config_folder": golden}
     with pytest.raises(ValueError, match=key):
         make_plan(ExportConfig("auto", None, changed, draft, **flags))
 
 
-def rewritten(path: Path, case: str, kinds: dict[str, str]) -> Path:
-    """Write the file of a case once more, with tensors whose names end in a key of ``kinds`` in that type."""
-    file = GGUFFile(GOLDEN / "gguf" / case / "model.gguf")
-    tensors = {
-        tensor.name: (
-            file.by_own_name(tensor.name),
-            next((kind for end, kind in kinds.items() if tensor.name.endswith(end)), "F32"),
-        )
-        for tensor in file._readers[0].tensors
-    }
-    return write_gguf(path, file.field("general.architecture"), file.own_fields(), tensors)
-
-
 def test_experts_that_the_converter_fused_are_the_same(tmp_path):
-    file = GGUFFile(GOLDEN / "gguf" / "qwen35moe" / "model.gguf")
-    tensors = {tensor.name: (file.by_own_name(tensor.name), "F32") for tensor in file._readers[0].tensors}
-    for name in [name for name in tensors if name.endswith("ffn_gate_exps.weight")]:
-        parts = [tensors.pop(name.replace("gate", part))[0] for part in ("gate", "up")]
-        tensors[name.replace("gate", "gate_up")] = torch.cat(parts, 1), "F32"
-    fused = GGUFFile(write_gguf(tmp_path / "model.gguf", "qwen35moe", file.own_fields(), tensors))
-    found, own = dict(fused.tensors()), dict(file.tensors())
+    def fuse(tensors):
+        for name in [name for name in tensors if name.endswith("ffn_gate_exps.weight")]:
+            parts = [tensors.pop(name.replace("gate", part))[0] for part in ("gate", "up")]
+            tensors[name.replace("gate", "gate_up")] = torch.cat(parts, 1), "F32"
+
+    fused = GGUFFile(rewritten(tmp_path / "model.gguf", "qwen35moe", fuse))
+    found, own = dict(fused.tensors()), dict(GGUFFile(GOLDEN / "gguf" / "qwen35moe" / "model.gguf").tensors())
     assert found.keys() == own.keys()
     assert all(torch.equal(found[name], value) for name, value in own.items())
 
 
-QUANTIZED_EXPERTS = {"ffn_gate_exps.weight": "Q8_0", "ffn_up_exps.weight": "Q5_0"}
+def quantized_experts(tensors):
+    for end, kind in (("ffn_gate_exps.weight", "Q8_0"), ("ffn_up_exps.weight", "Q5_0")):
+        tensors |= {name: (value, kind) for name, (value, _) in tensors.items() if name.endswith(end)}
 
 
 def plan_of(file: Path, case: str, backend: str):
@@ -166,7 +162,7 @@ def plan_of(file: Path, case: str, backend: str):
 
 
 def test_quantized_experts_are_dequantized_on_the_cpu(tmp_path):
-    file = rewritten(tmp_path / "model.gguf", "qwen3moe", QUANTIZED_EXPERTS)
+    file = rewritten(tmp_path / "model.gguf", "qwen3moe", quantized_experts)
     plan = plan_of(file, "qwen3moe", "xnnpack")
     header = plan.target_headers["model.layers.0.mlp.experts.gate_up_proj"]
     assert header.quantized and header.shape == (4, 24, 32)
@@ -178,7 +174,7 @@ def test_quantized_experts_are_dequantized_on_the_cpu(tmp_path):
 
 
 def test_quantized_experts_are_refused_on_cuda(tmp_path):
-    file = rewritten(tmp_path / "model.gguf", "qwen3moe", QUANTIZED_EXPERTS)
+    file = rewritten(tmp_path / "model.gguf", "qwen3moe", quantized_experts)
     plan = plan_of(file, "qwen3moe", "cuda")
     with pytest.raises(ValueError, match=r"gate_up_proj is Q5_0, but CUDA has no kernel for experts in GGUF's blocks"):
         check_quantized_headers(plan.target_headers, plan.skeleton)
@@ -198,10 +194,10 @@ def test_parts_of_one_quantized_type_stay_quantized(kinds):
 
 
 def test_a_file_with_two_tensors_of_one_name_is_refused(tmp_path):
-    file = GGUFFile(GOLDEN / "gguf" / "granitehybrid" / "model.gguf")
-    tensors = {t.name: (file.by_own_name(t.name), "F32") for t in file._readers[0].tensors}
-    tensors["blk.0.ffn_down.weight"] = tensors["blk.0.ffn_down_shexp.weight"]
-    twice = write_gguf(tmp_path / "model.gguf", "granitehybrid", file.own_fields(), tensors)
+    def repeat(tensors):
+        tensors["blk.0.ffn_down.weight"] = tensors["blk.0.ffn_down_shexp.weight"]
+
+    twice = rewritten(tmp_path / "model.gguf", "granitehybrid", repeat)
     with pytest.raises(ValueError, match=r"output_linear.weight is blk.0.ffn_down_shexp.weight and blk.0.ffn_down"):
         GGUFFile(twice).headers()
 
@@ -262,11 +258,12 @@ def test_an_mtp_layer_in_the_file_is_the_checkpoints(case, tmp_path):
 
 def test_merged_experts_of_another_shape_in_an_mtp_layer_are_refused(tmp_path):
     golden = GOLDEN / "gguf" / "qwen35moe"
-    file = GGUFFile(golden / "model.gguf")
-    tensors = {t.name: (file.by_own_name(t.name), "F32") for t in file._readers[0].tensors}
-    for name in ("blk.4.ffn_gate_exps.weight", "blk.4.ffn_up_exps.weight"):
-        tensors[name] = tensors[name][0][:3].contiguous(), "F32"
-    changed = write_gguf(tmp_path / "model.gguf", "qwen35moe", file.own_fields(), tensors)
+
+    def cut(tensors):
+        for name in ("blk.4.ffn_gate_exps.weight", "blk.4.ffn_up_exps.weight"):
+            tensors[name] = tensors[name][0][:3].contiguous(), "F32"
+
+    changed = rewritten(tmp_path / "model.gguf", "qwen35moe", cut)
     flags = {"backend": "xnnpack", "max_seq_len": 64, "config_folder": golden}
     with pytest.raises(ValueError, match=r"layers.0.mlp.experts.gate_up_proj of its MTP layer is \[3, 24, 32\]"):
         make_plan(ExportConfig("auto", None, changed, Path("mtp"), **flags))

@@ -176,6 +176,11 @@ EIGHT, SIXTEEN = (Loop(100 * m, 2048 * m, 16, 64, 3, 40 * m) for m in (1, 2))
 CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0, 0)), "", 300)
 
 
+def everywhere(code: Code):
+    """Return a stand-in for ``read_codes_for`` that finds ``code`` in every fatbin, for every GPU."""
+    return lambda fatbins, capabilities: {fatbin: dict.fromkeys(capabilities, code) for fatbin in fatbins}
+
+
 def test_the_main_loop_fits_the_number_of_rows_and_may_be_unrolled():
     assert main_loop(CODE, {"multiply_adds": 4 * 2048}, 4) == (EIGHT, 1)
     assert main_loop(CODE, {"multiply_adds": 4 * 4096}, 4) == (SIXTEEN, 1)
@@ -199,7 +204,7 @@ def test_cost_names_a_kernel_that_does_not_fit_on_a_gpu(counted):
 @pytest.fixture
 def counted(monkeypatch):
     """A function that returns ``cost`` for launches of a method whose kernels all have the code ``CODE``."""
-    monkeypatch.setattr(cost_module, "read_codes", lambda fatbins, _: dict.fromkeys(fatbins, CODE))
+    monkeypatch.setattr(cost_module, "read_codes_for", everywhere(CODE))
 
     def count(*entries, gpu="H200", steps=3, methods=(TARGET_VERIFY, DRAFT_DECODE), context=NO_CONTEXT):
         recorded = {"rows": 4, "weight_bytes": 10**9, "launches": entries}
@@ -229,7 +234,7 @@ def test_a_launch_takes_the_longest_of_memory_issue_and_latency_time(counted):
 @pytest.mark.parametrize(("gpu", "slots"), [("A100", 2), ("RTX 4090", 2), ("H200", 2), ("B200", 1), ("RTX 5090", 1)])
 def test_half_rate_instructions_take_two_issue_slots_up_to_sm_90(counted, monkeypatch, gpu, slots):
     half = replace(CODE, loops=(replace(EIGHT, alu=80),))
-    monkeypatch.setattr(cost_module, "read_codes", lambda fatbins, _: dict.fromkeys(fatbins, half))
+    monkeypatch.setattr(cost_module, "read_codes_for", everywhere(half))
     (kernel,) = counted(launch(), gpu=gpu)["methods"][TARGET_VERIFY]["kernels"]
     issue = max(100, slots * 80) * 4 * 1000 / (GPUS[gpu].multiprocessors * 4 * GPUS[gpu].clock)
     assert kernel["seconds"][gpu]["issue"] == pytest.approx(issue)
@@ -375,9 +380,7 @@ def test_cost_is_refused_in_one_line_without_recorded_launches(artifact):
 
 
 def test_inspect_cost_prints_tables_and_json(cuda_artifact, monkeypatch):
-    monkeypatch.setattr(
-        cost_module, "read_codes", lambda fatbins, _: dict.fromkeys(fatbins, replace(CODE, spill_bytes=48))
-    )
+    monkeypatch.setattr(cost_module, "read_codes_for", everywhere(replace(CODE, spill_bytes=48)))
     found = json.loads(run_command(main, cuda_artifact, "--cost", "--json").stdout)
     arch = found["metadata"]["get_manifest"]["cuda_arch"]
     gpus = [name for name, gpu in GPUS.items() if f"sm_{gpu.arch}" == arch]

@@ -8,7 +8,7 @@ from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from kernel_usage import SHARED, usage
-from matmul_parts import assert_product, parts
+from matmul_parts import Int4Linear, assert_product, parts
 from small_m_weights import activations, int4_weight
 from torch import Tensor
 from torch._inductor import config as inductor
@@ -157,19 +157,8 @@ def test_an_int4_kernel_that_may_split_k_stores_no_partial_sums_if_it_does_not()
     assert kept.item() == 7 and not arrived.any()
 
 
-class Linear(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        (qdata,), codes, steps = parts(int4_weight(48, 512))
-        for name, value in (("qdata", qdata), ("codes", codes), ("steps", steps), ("arrived", sums.counters())):
-            self.register_buffer(name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return int4_matmul.int4_matmul(x, [self.qdata], self.codes, self.steps, self.arrived)
-
-
 def test_an_exported_int4_product_stays_one_op_with_dynamic_rows():
-    model = Linear()
+    model = Int4Linear(48, 512)
     program = export(model, (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=64)},))
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert targets == ["eagle3.int4_matmul.default"]
@@ -223,7 +212,7 @@ def test_with_wgmma_128_rows_fit_and_no_product_is_waited_for_alone(divided, tmp
     assert found.a_weight(large_m.TILE * large_m.BLOCK_K, warps) <= 6.6
 
 
-class Scaled(Linear):
+class Scaled(Int4Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * 2)
 
@@ -231,7 +220,7 @@ class Scaled(Linear):
 @pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 def test_both_int4_kernels_for_dynamic_rows_share_one_input():
-    program = export(Scaled(), (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=1024)},))
+    program = export(Scaled(48, 512), (activations(31, 512),), dynamic_shapes=({0: Dim("rows", min=9, max=1024)},))
     specs = [CudaBackend.generate_method_name_compile_spec("prefill"), CompileSpec("low_memory_mode", b"ON")]
     rows, options = ({"prefill": 20}, {"prefill": 1024}), inductor.patch(OPTIONS)
     with short_cuts(), named_gpu("sm_90"), options, recorded_launches(*rows) as found:

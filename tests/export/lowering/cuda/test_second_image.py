@@ -13,16 +13,15 @@ from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
-from matmul_parts import parts
-from small_m_weights import activations, int4_weight
-from torch import Tensor
+from matmul_parts import Int4Linear
+from small_m_weights import activations
 from torch._inductor import config as inductor
 from torch.export import Dim, export
 from triton import Config
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
-from eagle3.export.lowering.cuda.kernels import int4_matmul, large_m, sums
+from eagle3.export.lowering.cuda.kernels import large_m, sums
 from eagle3.export.lowering.cuda.named_gpu import named_gpu, second_image
 from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages, own_config, plain_config, shared_by_both
 from eagle3.runner.artifact.cuda_library import fatbin_entries, preferred, read_library
@@ -35,20 +34,11 @@ from eagle3.runner.inspect.machine_code.sass import disassembler, images, read_c
 ROWS = 512
 
 
-class Linear(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        (qdata,), codes, steps = parts(int4_weight(256, 1024))
-        for name, value in (("qdata", qdata), ("codes", codes), ("steps", steps), ("arrived", sums.counters())):
-            self.register_buffer(name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return int4_matmul.int4_matmul(x, [self.qdata], self.codes, self.steps, self.arrived)
-
-
 def lowered(arch: str) -> tuple[dict, dict[str, bytes]]:
     """Return the recorded launches of a linear of many rows, and its kernels' fatbins."""
-    program = export(Linear(), (activations(100, 1024),), dynamic_shapes=({0: Dim("rows", min=33, max=1024)},))
+    program = export(
+        Int4Linear(256, 1024), (activations(100, 1024),), dynamic_shapes=({0: Dim("rows", min=33, max=1024)},)
+    )
     specs = [CudaBackend.generate_method_name_compile_spec("prefill"), CompileSpec("low_memory_mode", b"ON")]
     rows = {"prefill": ROWS}
     gpu = named_gpu(arch), sums.made_for_named(arch)
