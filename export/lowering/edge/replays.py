@@ -31,7 +31,7 @@ from executorch.exir.passes.replace_broken_ops_with_function_ops_pass import Rep
 from executorch.exir.passes.scalar_to_tensor_pass import ScalarToTensorPass
 from executorch.exir.passes.sym_to_tensor_pass import SymToTensorPass
 from torch._export.pass_base import ProxyValue as ExportsProxyValue
-from torch._ops import OpOverload
+from torch._ops import OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
@@ -102,7 +102,7 @@ def repeated_alone(decompose_by_node: bool) -> Iterator[None]:
         yield
 
 
-def _composites() -> set[OpOverload]:
+def _composites() -> set[OperatorBase]:
     """Return what PyTorch's function of this name returns: the operators that a decomposition may keep."""
     original(QUERY)()
     with replaced(QUERY, lambda: None):
