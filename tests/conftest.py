@@ -1,5 +1,6 @@
 """Fixtures: random checkpoints of every family, and exports of the shipped one."""
 
+import gc
 import shutil
 import signal
 import tempfile
@@ -27,6 +28,7 @@ from eagle3.runner.hosts.opening import open_session
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
+gc.disable()  # until the tests are collected: imports make a million objects and hardly any garbage
 torch.set_num_threads(1)  # a second thread does not speed up such small models, and artifacts are made beside the tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; some tests send SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -176,6 +178,14 @@ def left_out(items) -> set:
         if whole or (first and cases[case] > first.args[0]):
             found.add(item)
     return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config, items):

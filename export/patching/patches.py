@@ -52,6 +52,12 @@ PATCHES: dict[str, Patch] = {
         "the operator that each node came from is recorded",
         "torch.export.ExportedProgram.run_decompositions",
     ),
+    **_group(
+        "PyTorch's dispatcher is queried once for the operators that a decomposition may keep, not for each namespace",
+        "torch._export.utils._materialize_cpp_cia_ops",
+        "torch.export.exported_program._collect_all_valid_cia_ops",
+        "torch.export.decomp_utils._collect_all_valid_cia_ops",
+    ),
     # --- The twin check
     **_group(
         "it rejects a model in which no layer keeps keys; replaced in each family's own configuration",

@@ -1,5 +1,8 @@
 """The replaced parts of Triton's interpreter give the results of the original ones."""
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton_interpreter import interpreted, mended
 
 pytestmark = pytest.mark.races(())  # one program each
@@ -72,6 +75,53 @@ def test_types_and_tensors_with_shared_shapes_equal_tritons_own():
         assert described() == own  # of shapes that are known
         assert tl.tensor.__init__ is not init
     assert tl.tensor.__init__ is init and described() == own
+
+
+KINDS = tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float64
+NUMBERS = 0, 1, True, -1, 300, 2**40, 0.0, 1.0, 2.5, float("inf")
+
+
+def operand(kind: tl.dtype, shape: tuple[int, ...]) -> tl.tensor:
+    data = np.arange(math.prod(shape)).reshape(shape or 1).astype(interpreter._get_np_dtype(kind))
+    return tl.tensor(TensorHandle(data, kind), tl.block_type(kind, list(shape)) if shape else kind)
+
+
+def operands(pairs) -> list[str]:
+    """Return, of each pair, what Triton makes of it as the operands of an operation, or why it refuses it. Values of
+    bfloat16 are left out, since their casts are mended."""
+    said = []
+    for *given, options in pairs:
+        mends = any(isinstance(each, tuple) and each[0] == tl.bfloat16 for each in given)
+        lhs, rhs = (operand(*each) if isinstance(each, tuple) else each for each in given)
+        try:
+            made = interpreter.interpreter_semantic.binary_op_type_checking_impl(lhs, rhs, *options)
+        except Exception as error:
+            said.append(repr(error))
+        else:
+            values = [None if mends else each.handle.data.tolist() for each in made]
+            said.append(str([values, *((str(each.type), str(each.shape), each.handle.data.shape) for each in made)]))
+    return said
+
+
+def test_operands_of_all_types_shapes_and_numbers_are_tritons_own():
+    kinds = (*KINDS, tl.pointer_type(tl.float32), tl.pointer_type(tl.int8))
+    options = (), (True, True), (False, False, True, True), (False, False, False)
+    shapes = (), (4,), (1, 4), (2, 1), (2, 4), (8, 1)
+    pairs = [
+        ((kind, shape), number, given)
+        for kind, shape, number, given in itertools.product(kinds, shapes[::2], NUMBERS, options)
+    ]
+    pairs += [(number, each, given) for each, number, given in pairs]
+    pairs += [((one, (4,)), (other, (4,)), given) for one, other, given in itertools.product(kinds, kinds, options[:3])]
+    pairs += [((kind, one), (tl.int32, two), ()) for kind, one, two in itertools.product(kinds, shapes, shapes)]
+    scope = interpreter._patch_lang(_combined.fn)
+    own = operands(pairs)
+    scope.restore()
+    with mended():
+        interpreter._patch_lang(_combined.fn)
+        for _ in range(2):  # the second time, of numbers and shapes that are known
+            assert operands(pairs) == own
+    assert 100 < sum("Error" in text for text in own) < len(own) / 2
 
 
 def test_the_language_is_patched_once_and_restored():

@@ -1,11 +1,13 @@
 """Makes ExecuTorch's passes skip work that changes nothing. The resulting program is the same.
 
 Each pass builds a new graph from the old one and computes every node's shapes again, which takes half a millisecond a
-node with dynamic lengths. Most passes change few nodes or none. This module avoids the work in three ways:
+node with dynamic lengths. Most passes change few nodes or none. This module avoids the work in four ways:
 
 - A pass whose ``call_operator`` changes no node returns the graph as it is.
 - A node keeps its value if a pass repeats the call that computed it, or if the new value has the same shape, strides
   and dtype. The nodes after it then repeat their calls too.
+- The operators that a decomposition may keep are listed with one query of PyTorch's dispatcher instead of one for each
+  namespace of operators.
 - For the CPU, a program is decomposed once instead of twice, since both decompositions of ExecuTorch make it
   functional, and it is decomposed node by node (``decompositions.py``). Programs for CUDA hold Triton kernels, which
   only PyTorch's own decomposition handles.
@@ -17,6 +19,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch._export.utils as _export_utils
 from executorch.exir.delegate import executorch_call_delegate
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from executorch.exir.lowered_backend_module import LoweredBackendModule
@@ -28,7 +31,7 @@ from executorch.exir.passes.replace_broken_ops_with_function_ops_pass import Rep
 from executorch.exir.passes.scalar_to_tensor_pass import ScalarToTensorPass
 from executorch.exir.passes.sym_to_tensor_pass import SymToTensorPass
 from torch._export.pass_base import ProxyValue as ExportsProxyValue
-from torch._ops import OpOverload
+from torch._ops import OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
@@ -39,7 +42,7 @@ from torch.utils import _pytree as pytree
 
 from eagle3.export.lowering.edge.decompositions import decomposed as decomposed_by_node
 from eagle3.export.lowering.edge.values import description
-from eagle3.export.patching.patches import all_replaced, original
+from eagle3.export.patching.patches import all_replaced, original, replaced
 
 BASES = (
     "executorch.exir.pass_base._ExportPassBase",
@@ -49,6 +52,8 @@ CALL = "computed by"
 """The key in a node's ``meta`` under which the call that computed its ``val`` is stored. Passes that edit a graph in
 place leave both unchanged."""
 DECOMPOSE = "torch.export.ExportedProgram.run_decompositions"
+COMPOSITES = "_collect_all_valid_cia_ops"
+QUERY = "torch._export.utils._materialize_cpp_cia_ops"
 BY_NODE = (
     NormalizeTransposePass,
     ReplaceBrokenOpsWithFunctionalOpsPass,
@@ -91,8 +96,17 @@ def repeated_alone(decompose_by_node: bool) -> Iterator[None]:
         replacements["executorch.exir.program._program.contains_any_call_fn_target_op"] = lambda *_: True
     for base in BASES:
         replacements |= _repeating(base)
+    for module in ("exported_program", "decomp_utils"):
+        replacements[f"torch.export.{module}.{COMPOSITES}"] = _composites
     with all_replaced(replacements):
         yield
+
+
+def _composites() -> set[OperatorBase]:
+    """Return what PyTorch's function of this name returns: the operators that a decomposition may keep."""
+    original(QUERY)()
+    with replaced(QUERY, lambda: None):
+        return _export_utils._collect_all_valid_cia_ops()
 
 
 def _repeating(base: str) -> dict[str, Callable]:

@@ -5,6 +5,7 @@ from typing import final
 
 import pytest
 import torch
+import torch._export.utils as _export_utils
 from executorch.backends.aoti.aoti_partitioner import AotiPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
@@ -14,7 +15,7 @@ from executorch.exir.passes.replace_aten_with_edge_pass import OpReplacePass
 from executorch.exir.passes.scalar_to_tensor_pass import ScalarToTensorPass
 from executorch.runtime import Runtime
 from torch import nn
-from torch.export import Dim
+from torch.export import Dim, decomp_utils, exported_program
 from torch.nn import functional as F
 
 from eagle3.export.lowering.edge import replays
@@ -212,3 +213,22 @@ def test_a_graphs_code_is_generated_at_its_first_call_and_after_each_change():
         cat.args = ([cat.args[0][0]] * 4,)
         graph_module.recompile()
     assert torch.equal(graph_module(torch.zeros(2))[0], torch.ones(8))
+
+
+def test_the_operators_that_a_decomposition_may_keep_are_those_of_pytorch_and_listed_anew_by_each_call(monkeypatch):
+    queries, query = [], torch._C._dispatch_get_registrations_for_dispatch_key
+    monkeypatch.setattr(
+        torch._C, "_dispatch_get_registrations_for_dispatch_key", lambda key: queries.append(key) or query(key)
+    )
+    with torch.library._scoped_library("eagle3_listed", "DEF") as library:
+        for name in ("first", "second"):  # the second is defined after a list was made
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, lambda x: x + 1, "CompositeImplicitAutograd")
+            expected = _export_utils._collect_all_valid_cia_ops()
+            with replays.repeated_alone(decompose_by_node=True):
+                for module in (exported_program, decomp_utils):
+                    queries.clear()
+                    assert module._collect_all_valid_cia_ops() == expected
+                    assert len(queries) == 1
+            assert getattr(torch.ops.eagle3_listed, name).default in expected
+    assert exported_program._collect_all_valid_cia_ops is _export_utils._collect_all_valid_cia_ops
