@@ -210,13 +210,14 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
 
 
 @contextmanager
-def words_read() -> Iterator[list[np.ndarray]]:
-    """Yield a list of the addresses of the 32-bit words that kernels load within this context, one array per load."""
+def words_read(kind: tl.dtype = tl.uint32) -> Iterator[list[np.ndarray]]:
+    """Yield a list of the addresses of the values of a type, 32-bit words by default, that kernels load within this
+    context, one array per load."""
     read: list[np.ndarray] = []
     load = InterpreterBuilder.create_masked_load
 
     def counted(self, ptrs: TensorHandle, mask: TensorHandle, other: TensorHandle, *options: Any) -> TensorHandle:
-        if ptrs.get_element_ty() == tl.uint32:
+        if ptrs.get_element_ty() == kind:
             read.append(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].ravel())
         return load(self, ptrs, mask, other, *options)
 

@@ -112,11 +112,12 @@ def _product(words, x0, x1, low, high):
 
 @triton.jit
 def _terms(codes, steps):
-    # uint16 [8, 64] and uint32 [8, 64] -> z and s in the halves of 64 bits
+    # uint32 [8, 32] of two outputs' codes, [8, 32, 2] of their steps -> -z and s in the halves of 64 bits [8, 32, 2]
     scale_step = (steps & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     zero_step = (steps >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    s = (codes & 0xFF).to(tl.float32) * scale_step
-    z = (codes >> 8).to(tl.float32) * zero_step
+    # Bytes of one register, which a conversion selects: codes of 16 bits would take instructions to select them.
+    s = tl.join(codes & 0xFF, codes >> 16 & 0xFF).to(tl.float32) * scale_step
+    z = tl.join(codes >> 8 & 0xFF, codes >> 24).to(tl.float32) * (zero_step * -1.0)
     return (z.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | s.to(tl.uint32, bitcast=True)
 
 
@@ -125,6 +126,15 @@ def _scaled(acc, part, terms, sum_x, BLOCK_M: tl.constexpr):
     z = tl.broadcast_to((terms >> 32).to(tl.uint32).to(tl.float32, bitcast=True), (8, 32, BLOCK_M))
     s = tl.broadcast_to(terms.to(tl.uint32).to(tl.float32, bitcast=True), (8, 32, BLOCK_M))
     return tl.fma(tl.fma(z, sum_x, part), s, acc)
+
+
+@triton.jit
+def _inputs(X, low, high, BLOCK_M: tl.constexpr):
+    # bf16 [8 groups, M, 4 c, 8 of a word]; a thread loads what it multiplies, of 16 rows from the first 8 and the last
+    x = tl.load(X + low)
+    if BLOCK_M == 16:
+        x = tl.reshape(tl.permute(tl.join(x, tl.load(X + high)), (0, 4, 1, 2, 3)), (8, 16, 4, 8))
+    return x
 
 
 @triton.jit
@@ -165,47 +175,45 @@ def int4_records_small_m_kernel(
     g, four = tl.arange(0, 8), tl.arange(0, 4)
     word_at = (g * 128)[:, None, None, None] + (tl.arange(0, 8) * 16)[None, :, None, None]
     word_at = word_at + (four * 4)[None, None, :, None] + four[None, None, None, :]
-    n = tl.arange(0, 64)
-    half = n // 32 * HALF
-    code_at = 2 * half[None, :] + 2048 + g[:, None] * 32 + (n % 32)[None, :]
-    step_at = half[None, :] + 1152 + (n % 32)[None, :] + 0 * g[:, None]  # in the layout of codes
-    m = tl.arange(0, BLOCK_M)  # rows past the last are the last, of the same lines, and not stored
-    x_at = (g * 32)[:, None, None, None] + (tl.minimum(m, M - 1 - m0) * K)[None, :, None, None]
-    x_at = x_at + (four * 8)[None, None, :, None] + g[None, None, None, :]
+    n = tl.arange(0, 32)  # two outputs, with neighbouring codes and steps
+    half = n // 16 * HALF
+    code_at = half[None, :] + 1024 + g[:, None] * 16 + (n % 16)[None, :]
+    step_at = (half + n % 16 * 2)[None, :, None] + 1152 + tl.arange(0, 2)[None, None, :] + 0 * g[:, None, None]
+    x_at = (g * 32)[:, None, None, None] + (four * 8)[None, None, :, None] + g[None, None, None, :]
+    # Rows past the last are the last, of the same lines, and not stored.
+    low_at = x_at + (tl.minimum(g, M - 1 - m0) * K)[None, :, None, None]
+    high_at = x_at + (tl.minimum(g + 8, M - 1 - m0) * K)[None, :, None, None]
     # Constants that the compiler cannot see, by loads never made: it would take the halves of a word apart.
     nowhere = tl.full((1, 1, 1), 0, tl.int32)
     low = tl.load(RECORDS + nowhere, mask=nowhere + pid >= PROGRAMS, other=0x000F000F)
     high = tl.load(RECORDS + nowhere, mask=nowhere + pid >= PROGRAMS, other=0x00F000F0)
-    # -1 as weights are 1: of x it makes what z is multiplied by
-    ones = operand(tl.full((8, 16, 4), 0x80018001, tl.uint32), tl.full((8, 16, 4), 0x80108010, tl.uint32), 16, 4)
+    # 1 as weights are 1: of x it makes what -z is multiplied by. A -1 takes more instructions.
+    ones = operand(tl.full((8, 16, 4), 0x00010001, tl.uint32), tl.full((8, 16, 4), 0x00100010, tl.uint32), 16, 4)
     a0 = tl.load(RECORDS + word_at, cache_modifier=".cg")
     a1 = tl.load(RECORDS + HALF + word_at, cache_modifier=".cg")
-    codes, steps = tl.load(RECORDS.to(tl.pointer_type(tl.uint16), bitcast=True) + code_at), tl.load(RECORDS + step_at)
+    codes, steps = tl.load(RECORDS + code_at), tl.load(RECORDS + step_at)
     tile, k = start // BLOCKS, start % BLOCKS
     left = end - start
     if EARLY:
         tl.extra.cuda.gdc_wait()
+    x = _inputs(X + k * BLOCK_K, low_at, high_at, BLOCK_M)
     while left > 0:
         acc0 = tl.full((8, 32, BLOCK_M), 0, tl.float32)
         acc1 = acc0
         last = tl.minimum(BLOCKS, k + left)
-        XK = X + k * BLOCK_K
-        x = tl.load(XK + x_at)
         for block in tl.range(k, last, num_stages=1):
             left -= 1
             if left > 0:  # nothing is read past the program's last record
                 RECORDS += SIZE
-            if block + 1 < last:
-                XK += BLOCK_K
+            after = tl.where(block + 1 < BLOCKS, block + 1, 0)  # of this tile, or the first of the next
             x0, x1 = _operands(x, BLOCK_M)
             part0, part1 = _product(a0, x0, x1, low, high), _product(a1, x0, x1, low, high)
             a0 = tl.load(RECORDS + word_at, cache_modifier=".cg")
             a1 = tl.load(RECORDS + HALF + word_at, cache_modifier=".cg")
             sum_x = on_all_rows(tl.dot(ones, x1, tl.dot(ones, x0)), 32, BLOCK_M)
             terms = _terms(codes, steps)
-            codes = tl.load(RECORDS.to(tl.pointer_type(tl.uint16), bitcast=True) + code_at)
-            steps = tl.load(RECORDS + step_at)
-            x = tl.load(XK + x_at)
+            codes, steps = tl.load(RECORDS + code_at), tl.load(RECORDS + step_at)
+            x = _inputs(X + after * BLOCK_K, low_at, high_at, BLOCK_M)
             if AHEAD > 0:  # noqa: SIM102
                 if (left % 4 == 0) & (left >= AHEAD + 4):
                     ask_l2(RECORDS + AHEAD * SIZE, 4 * SIZE * 4)
@@ -219,8 +227,8 @@ def int4_records_small_m_kernel(
                 ask_l2(NEXT + pid.to(tl.int64) * OF_NEXT, OF_NEXT)
         total = tl.join(sum_of_groups(acc0, 32, BLOCK_M), sum_of_groups(acc1, 32, BLOCK_M))  # (mid, r), m, half
         _finish(
-            OUT, PARTS, ARRIVED, total * UP, tile, m0 + m, M, pid, N, TOTAL, BLOCKS, PROGRAMS, BLOCK_M, SHARED,
-            ACTIVATION,
+            OUT, PARTS, ARRIVED, total * UP, tile, m0 + tl.arange(0, BLOCK_M), M, pid, N, TOTAL, BLOCKS, PROGRAMS,
+            BLOCK_M, SHARED, ACTIVATION,
         )  # fmt: skip
         tile += 1
         k = 0
