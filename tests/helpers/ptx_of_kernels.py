@@ -163,7 +163,7 @@ KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
     "attention of a product": (attention._attention_kernel, attends(128, 2, 4, 4, made=True, window=2048, **TILE)),
     "attention of codes": (attention._attention_kernel, attends(128, 2, 4, 4, made=True, int8=True, **TILE)),
     "attention of wide heads": (attention._attention_kernel, attends(512, 8, 4, 4, made=True, **TILE)),
-    "sums of attention": (attention._attention_sum_kernel, attends(512, 8, 4, 4, adds=True)),
+    "sums of attention": (attention.attention_sum_kernel, attends(512, 8, 4, 4, adds=True)),
     "attention of a chunk": (attention._attention_kernel, attends(64, 4, 128, 0, **TILE)),
     "advance": (advance._advance_kernel, advances),
     "recurrent rows": (recurrent._recurrent_rows_kernel, recurs(4)),

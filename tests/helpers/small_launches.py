@@ -17,6 +17,7 @@ from small_m_weights import int4_weight, int8_weight
 from eagle3.export.lowering.cuda.kernels import (
     advance,
     attention,
+    attention_sums,
     bf16,
     heads,
     int4,
@@ -121,7 +122,7 @@ def attend(rows: int, last: int, slots: int, window: int = 0) -> None:
     at = torch.arange(last + 1 - rows, last + 1)
     first = (at - window + 1).clamp(min=0) if window else torch.zeros_like(at)
     rest = first, at, sums.counters(), 0.25, window or slots, 16, 0.0, None
-    kernels = attention._attention_kernel, attention._attention_sum_kernel
+    kernels = attention._attention_kernel, attention.attention_sum_kernel
     attention.launch(kernels, query, keys, values, *rest, BLOCK_N=32)
 
 
@@ -135,7 +136,7 @@ def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False
     if int8:
         (keys, *of_keys), (values, *of_values) = int8_codes(keys), int8_codes(values)
         given, scales = (query, keys, values, *given[3:]), (*of_keys, *of_values)
-    kernels = attention._attention_kernel, attention._attention_sum_kernel
+    kernels = attention._attention_kernel, attention.attention_sum_kernel
     attention.launch(kernels, *given, *scales, attention.Product(product, *made), BLOCK_N=64)
 
 
@@ -179,7 +180,7 @@ EXPERTS = sums, small_m, int4, kernel_choices, int4_experts
 SMALL_M = sums, small_m, bf16, int4, k_quants
 RECORDS = sums, small_m, int4_records
 LARGE_M = sums, small_m, int4, large_m, int4_matmul, int4_records_matmul, int8_matmul, k_quant_matmul
-ATTENTION = attention, heads, sums
+ATTENTION = attention, attention_sums, heads, sums
 
 
 def with_whole_tiles(product: Callable[..., None], multiprocessors: int, **given: object) -> Small:

@@ -106,7 +106,7 @@ class Issued(NamedTuple):
 
 
 def chunks(positions: int, chunk: int, equal: int) -> int:
-    """Return the number of chunks into which attention divides ``positions``; see ``kernels/attention.py`` of the
+    """Return the number of chunks into which attention divides ``positions``; see ``kernels/attention_sums.py`` of the
     exporter."""
     if not equal or positions <= equal * chunk:
         return math.ceil(positions / chunk)

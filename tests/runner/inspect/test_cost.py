@@ -23,7 +23,7 @@ from places import HELPERS
 from triton import Config
 
 from eagle3.export.lowering.cuda.inductor.launches import products
-from eagle3.export.lowering.cuda.kernels.attention import division
+from eagle3.export.lowering.cuda.kernels.attention_sums import division
 from eagle3.export.lowering.cuda.named_gpu import configurations
 from eagle3.export.lowering.cuda.named_gpu.configurations import only
 from eagle3.runner.artifact.cuda_delegates import cuda_kernels
@@ -269,7 +269,7 @@ def test_attention_reads_the_positions_of_the_context_or_of_a_rings_window(count
 
 def test_parts_of_a_whole_context_are_added_by_another_launch(counted):
     """The launch loads some parts together, and reads them from memory if they do not fit into L2."""
-    added = launch(kernel="_attention_sum_kernel_0", grid=[4, 32, 1], weight_bytes=0, products=None, count=1)
+    added = launch(kernel="attention_sum_kernel_0", grid=[4, 32, 1], weight_bytes=0, products=None, count=1)
     added |= {"buffer_bytes": [], "sums": {"chunk": 128, "equal": 64, "part_bytes": 1 << 20, "ahead": 8}}
     alone = attention(sum_steps=0, sum_bytes=1 << 20)
     for gpu, read in (("H200", 0), ("RTX 3090", 8 << 20)):

@@ -5,16 +5,7 @@ slots, so of a ring of two windows the kernel reads about one window. The rows o
 of one key-value head, stacked. Only a chunk of prefill, or heads too wide for the registers, needs more programs, which
 find the keys in L2.
 
-A few rows fill a GPU only if the positions are divided among programs of ``chunk`` positions each, counted from
-position 0. Over a window, program i takes the chunks whose number is i modulo the number of programs. Over a whole
-context each chunk has a program of its own, and later chunks are longer: a long cache needs few programs, and a short
-text in it still has many. A program whose chunk holds no token ends at once. Each program writes its maximum, sum and
-weighted values in float32. These partial results of all chunks that hold tokens are then added in the order of their
-positions. For a window, the last program to arrive adds them (see ``sums``). For a whole context a second launch does,
-with a program for each row and head, since one program would take 1.5 us a chunk for heads of 512 (timed on an H200).
-Neither the terms nor their order depend on the other rows of a call, and positions that a row does not attend to add
-exact zeros. The kernels, as compiled for a method, therefore give a row the same bits for any number of rows up to
-``FEW``.
+For a few rows the positions are divided among programs, whose partial results are then added (``attention_sums``).
 
 The softmax uses powers of 2 in float32. Its weights are rounded to bfloat16 for the matmul with the values. A softcap
 and sinks (see ``EagerAttention``) take a few instructions.
@@ -39,17 +30,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from eagle3.export.lowering.cuda.kernels.attention_sums import (
+    AHEAD,
+    FEW,
+    MOST_PARTS,
+    attention_sum_kernel,
+    chunk_bounds,
+    division,
+)
 from eagle3.export.lowering.cuda.kernels.heads import write_keys_and_values, write_queries
 from eagle3.export.lowering.cuda.kernels.sums import arrive
 from eagle3.targets.attention import attend, dequantized
-
-FEW = 16
-"""The most rows for which the positions are divided among programs."""
-AHEAD = 8
-"""The number of partial results of a whole context whose loads are in flight together while they are added."""
-MOST_PARTS = 64
-"""The most programs among which the positions of a window are divided, and also the number of chunks of equal size at
-the beginning of a whole context. Up to twice that context, half as many chunks of twice the size follow, and so on."""
 
 
 class Product(NamedTuple):
@@ -66,30 +57,6 @@ class Product(NamedTuple):
     eps: Sequence[float] = (0.0, 0.0, 0.0)
     plus: float = 0.0
     rotary: Sequence[int] = ()
-
-
-@triton.jit
-def _bounds(chunk, CHUNK: tl.constexpr, MOST: tl.constexpr, DOUBLINGS: tl.constexpr):
-    # Returns the first position of a chunk of a whole context, and the first behind it.
-    begin = chunk * CHUNK
-    size = tl.full((), CHUNK, tl.int32)
-    for doubling in tl.static_range(DOUBLINGS):
-        behind = chunk - (MOST + doubling * (MOST // 2))
-        if behind >= 0:
-            size = tl.full((), CHUNK * 2 ** (doubling + 1), tl.int32)
-            begin = CHUNK * MOST * 2**doubling + behind * size
-    return begin, begin + size
-
-
-@triton.jit
-def _chunk_of(position, CHUNK: tl.constexpr, MOST: tl.constexpr, DOUBLINGS: tl.constexpr):
-    # Returns the chunk of a whole context that a position is in.
-    chunk = position // CHUNK
-    for doubling in tl.static_range(DOUBLINGS):
-        behind = position - CHUNK * MOST * 2**doubling
-        if behind >= 0:
-            chunk = MOST + doubling * (MOST // 2) + behind // (CHUNK * 2 ** (doubling + 1))
-    return chunk
 
 
 @triton.jit
@@ -130,7 +97,7 @@ def _attention_kernel(
             end = tl.minimum(end, chunk * CHUNK + CHUNK)
         else:
             part = tl.program_id(2)
-            begin, behind = _bounds(part, CHUNK, MOST, DOUBLINGS)
+            begin, behind = chunk_bounds(part, CHUNK, MOST, DOUBLINGS)
             start = tl.maximum(start, begin)
             end = tl.minimum(end, behind)
             if start >= end:
@@ -228,45 +195,6 @@ def _attention_kernel(
             tl.store(counter, 0, mask=parts > 1)
 
 
-@triton.jit
-def _attention_sum_kernel(
-    PARTS, STATS, FIRST, LAST, SINKS, OUT, rows, parts, HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    MOST: tl.constexpr, DOUBLINGS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    # Adds the parts of a whole context for one row and one head; the tensors are those of _attention_kernel.
-    row, head = tl.program_id(0), tl.program_id(1)
-    at = (row * HEADS + head).to(tl.int64)
-    whole = tl.full((), HEADS, tl.int64) * rows
-    oldest = 0
-    used = 1
-    if parts > 1:
-        oldest = _chunk_of(tl.load(FIRST + row).to(tl.int32), CHUNK, MOST, DOUBLINGS)
-        used = _chunk_of(tl.load(LAST + row).to(tl.int32), CHUNK, MOST, DOUBLINGS) + 1 - oldest
-    at += oldest * whole
-    part = tl.arange(0, BLOCK_PARTS)
-    highest = tl.max(tl.load(STATS + (at + part * whole) * 2, mask=part < used, other=-1e30), 0)
-    total = tl.full((), 0, tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
-        highest = tl.maximum(highest, sink)
-        total = tl.exp2(sink - highest)
-    d = tl.arange(0, BLOCK_D)
-    out = tl.full((BLOCK_D,), 0, tl.float32)
-    for begin in tl.range(0, used, AHEAD):
-        for behind in tl.static_range(AHEAD):  # whose loads do not wait for each other
-            there = begin + behind < used
-            its = at + (begin + behind) * whole
-            its_top = tl.load(STATS + its * 2, mask=there, other=-1e30)
-            its_total = tl.load(STATS + its * 2 + 1, mask=there, other=0)
-            its_out = tl.load(PARTS + its * D + d, mask=there & (d < D), other=0)
-            share = tl.exp2(its_top - highest)
-            total = tl.fma(its_total, share, total)
-            out = tl.fma(its_out, tl.broadcast_to(share, (BLOCK_D,)), out)
-    at -= oldest * whole
-    tl.store(OUT + at * D + d, (out / total).to(OUT.dtype.element_ty), mask=d < D)
-
-
 def _tuned(*configs: tuple[int, int, int]) -> Any:
     """Return the kernel with its configurations of keys per block, stages and warps."""
     listed = [triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages) for keys, stages, warps in configs]
@@ -275,35 +203,6 @@ def _tuned(*configs: tuple[int, int, int]) -> Any:
 
 _chunk_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (64, 2, 8), (32, 3, 4), (32, 2, 4), (32, 2, 8))
 _divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4))
-
-
-class Division(NamedTuple):
-    """The division of positions among programs. ``chunk`` is the number of positions of a chunk. ``doublings`` is how
-    often the chunks double (see ``MOST_PARTS``), or -1 for a window. ``parts`` is the most programs that a tile of up
-    to ``FEW`` rows needs."""
-
-    chunk: int
-    doublings: int
-    parts: int
-
-
-def division(longest: int, slots: int, groups: int) -> Division:
-    # the partial result of 8 rows is at most half as large as what the program reads
-    chunk = 128 if groups <= 4 else 256
-    if longest == slots:
-        doublings, begin, parts = 0, MOST_PARTS * chunk, min(MOST_PARTS, triton.cdiv(slots, chunk))
-        while begin < slots:
-            doublings += 1
-            parts += triton.cdiv(min(begin, slots - begin), chunk << doublings)
-            begin *= 2
-        return Division(chunk, doublings, parts)
-
-    def needed() -> int:  # a ring's window may begin at any position of a chunk
-        return triton.cdiv(longest + FEW - 2, chunk) + 1
-
-    while needed() > MOST_PARTS:
-        chunk *= 2
-    return Division(chunk, -1, needed())
 
 
 def rows_of_tile(groups: int, divided_rows: int, width: int) -> int:
@@ -319,7 +218,7 @@ def launch(
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, product: Product | None = None, **options,
 ) -> Tensor:  # fmt: skip
     """Return the result of ``attention``, computed by specializations of ``_attention_kernel`` and
-    ``_attention_sum_kernel``. With a ``product``, ``query`` is also written, and keys and values are written in place.
+    ``attention_sum_kernel``. With a ``product``, ``query`` is also written, and keys and values are written in place.
     ``options`` go to the first kernel."""
     codes = key_scales is not None
     if query.dtype != torch.bfloat16 or not keys.dtype == values.dtype == (torch.int8 if codes else torch.bfloat16):
@@ -370,7 +269,7 @@ def launch(
 
 def wrapped(divided: bool) -> tuple[Any, Any]:
     """Return the kernels as a traced operator calls them."""
-    return wrap_triton(_divided_kernel if divided else _chunk_kernel), wrap_triton(_attention_sum_kernel)
+    return wrap_triton(_divided_kernel if divided else _chunk_kernel), wrap_triton(attention_sum_kernel)
 
 
 @triton_op("eagle3::attention", mutates_args={})

@@ -22,6 +22,7 @@ from triton_interpreter import interpreted
 from eagle3.export.lowering.cuda.backend import ranges
 from eagle3.export.lowering.cuda.graph.attention import CudaAttention
 from eagle3.export.lowering.cuda.kernels import attention as kernels
+from eagle3.export.lowering.cuda.kernels import attention_sums
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
@@ -37,8 +38,8 @@ def by_interpreter(query: Tensor, *rest, keys: int = 16) -> Tensor:
     """Run ``eagle3::attention`` by its kernels, on a cache rounded to bfloat16, or on one of codes with scales."""
     given = [x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (query, *rest[:10])]
     given += rest[10:]
-    with interpreted(kernels):
-        found = kernels.launch((kernels._attention_kernel, kernels._attention_sum_kernel), *given, BLOCK_N=keys)
+    with interpreted(kernels, attention_sums):
+        found = kernels.launch((kernels._attention_kernel, kernels.attention_sum_kernel), *given, BLOCK_N=keys)
     return found.to(query.dtype)
 
 
@@ -202,13 +203,13 @@ def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
 
     first, last = (each[-rows:] for each in rest[2:4])
     keys = 128 if rest[6] > 10000 else 16
-    with interpreted(kernels):
-        both = Kept(), kernels._attention_sum_kernel
+    with interpreted(kernels, attention_sums):
+        both = Kept(), kernels.attention_sum_kernel
         out = kernels.launch(both, query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=keys)
     assert not kept["arrived"].any()
-    chunk, doublings, count = kernels.division(rest[6], rest[0].shape[2], 2)
+    chunk, doublings, count = attention_sums.division(rest[6], rest[0].shape[2], 2)
     if doublings >= 0:  # the others wrote nothing
-        count = chunks(int(last[-1]) + 1, chunk, kernels.MOST_PARTS)
+        count = chunks(int(last[-1]) + 1, chunk, attention_sums.MOST_PARTS)
     parts, stats = (kept[name][: count * rows].unflatten(0, (-1, rows)) for name in ("parts", "stats"))
     return torch.where(stats[..., 1:] > 0, parts, 0), stats, out
 
@@ -322,7 +323,7 @@ def compiled(
     arch: str, width: int, groups: int, divided: int, config: triton.Config, **more
 ) -> triton.compiler.CompiledKernel:
     """Compile the kernel with norms and rotation. ``more`` are constants for its other parts."""
-    chunk, doublings, _ = kernels.division(4096, 4096, groups)
+    chunk, doublings, _ = attention_sums.division(4096, 4096, groups)
     heads, begins = 8 * groups * width, ("Q_AT", "K_AT", "V_AT")
     rows = kernels.rows_of_tile(groups, divided, width)
     constants = dict(
