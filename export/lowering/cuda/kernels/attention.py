@@ -6,6 +6,7 @@ of one key-value head, stacked. Only a chunk of prefill, or heads too wide for t
 find the keys in L2.
 
 For a few rows the positions are divided among programs, whose partial results are then added (``attention_sums``).
+A chunk of prefill has a kernel of its own (``attention_chunk``).
 
 The softmax uses powers of 2 in float32. Its weights are rounded to bfloat16 for the matmul with the values. A softcap
 and sinks (see ``EagerAttention``) take a few instructions.
@@ -30,6 +31,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from eagle3.export.lowering.cuda.kernels.attention_chunk import (
+    attended,
+    check_operands,
+    launch_chunk,
+    plain_rows,
+    wrapped_chunk,
+)
 from eagle3.export.lowering.cuda.kernels.attention_sums import (
     AHEAD,
     FEW,
@@ -80,7 +88,6 @@ def _attention_kernel(
     row = tl.minimum(packed // GROUPS, rows - 1)
     head = kv_head * GROUPS + packed % GROUPS
     d = tl.arange(0, BLOCK_D)
-    WHOLE: tl.constexpr = D == BLOCK_D
     at = (row * (KV_HEADS * GROUPS) + head).to(tl.int64)
     first = tl.load(FIRST + row).to(tl.int32)
     last = tl.load(LAST + row).to(tl.int32)
@@ -122,32 +129,9 @@ def _attention_kernel(
 
     q = tl.load(Q + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0)
 
-    top = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: of a row without a position so far, no difference is NaN
-    total = tl.full((BLOCK_M,), 0, tl.float32)
-    acc = tl.full((BLOCK_M, BLOCK_D), 0, tl.float32)
-    for begin in tl.range(start, end, BLOCK_N):
-        position = begin + tl.arange(0, BLOCK_N)
-        slot = position % SLOTS
-        places = slot[:, None] * D + d[None, :]
-        k = tl.load(K + places) if WHOLE else tl.load(K + places, mask=d[None, :] < D, other=0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)))
-        if CODES:
-            scores *= tl.load(K_SCALES + slot)[None, :]
-        if SOFTCAP > 0:
-            scores = SOFTCAP * 1.4426950408889634 * (1 - 2 / (1 + tl.exp(scores * (2 * SCALE / SOFTCAP))))
-        else:
-            scores = scores * (SCALE * 1.4426950408889634)
-        seen = (position[None, :] >= first[:, None]) & (position[None, :] <= last[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrunk = tl.exp2(top - higher)
-        total = total * shrunk + tl.sum(weights, 1)
-        top = higher
-        v = tl.load(V + places) if WHOLE else tl.load(V + places, mask=d[None, :] < D, other=0)
-        if CODES:
-            weights *= tl.load(V_SCALES + slot)[None, :]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrunk[:, None])
+    top, total, acc = attended(
+        q, K, V, K_SCALES, V_SCALES, first, last, start, end, D, SLOTS, SCALE, SOFTCAP, CODES, BLOCK_D, BLOCK_M, BLOCK_N
+    )
 
     here = packed < rows * GROUPS
     sink = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -195,21 +179,17 @@ def _attention_kernel(
             tl.store(counter, 0, mask=parts > 1)
 
 
-def _tuned(*configs: tuple[int, int, int]) -> Any:
-    """Return the kernel with its configurations of keys per block, stages and warps."""
-    listed = [triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages) for keys, stages, warps in configs]
-    return triton.autotune(listed, key=["SLOTS", "D", "GROUPS", "BLOCK_M"])(_attention_kernel)
-
-
-_chunk_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (64, 2, 8), (32, 3, 4), (32, 2, 4), (32, 2, 8))
-_divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4))
+CONFIGS = (64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4)
+"""The configurations: keys of a block, stages, warps."""
+_tuned_kernel = triton.autotune(
+    [triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages) for keys, stages, warps in CONFIGS],
+    key=["SLOTS", "D", "GROUPS", "BLOCK_M"],
+)(_attention_kernel)
 
 
 def rows_of_tile(groups: int, divided_rows: int, width: int) -> int:
-    """Return the number of rows of a program, which counts all query heads of a key-value head; it is bounded by the
-    registers."""
-    most = 128 if width <= 64 else 64 if width <= 256 else 32
-    return min(most, max(16, triton.next_power_of_2(groups * divided_rows))) if divided_rows else most
+    """Return the number of rows of a program, which counts all query heads of a key-value head."""
+    return min(plain_rows(width), max(16, triton.next_power_of_2(groups * divided_rows)))
 
 
 def launch(
@@ -217,23 +197,18 @@ def launch(
     scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None,
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, product: Product | None = None, **options,
 ) -> Tensor:  # fmt: skip
-    """Return the result of ``attention``, computed by specializations of ``_attention_kernel`` and
+    """Return the result of ``attention`` for few rows, computed by specializations of ``_attention_kernel`` and
     ``attention_sum_kernel``. With a ``product``, ``query`` is also written, and keys and values are written in place.
     ``options`` go to the first kernel."""
     codes = key_scales is not None
-    if query.dtype != torch.bfloat16 or not keys.dtype == values.dtype == (torch.int8 if codes else torch.bfloat16):
-        raise ValueError(
-            f"query is {query.dtype}, the cache {keys.dtype}: the kernel takes torch.bfloat16, and codes in torch.int8"
-        )
-    if not (keys.is_contiguous() and values.is_contiguous()):
-        raise ValueError(f"the caches have strides {keys.stride()} and {values.stride()}: not contiguous")
+    check_operands(query, keys, values, codes)
     query = query.contiguous()
     _, rows, heads, width = query.shape
     _, kv_heads, slots, _ = keys.shape
     groups, block_d = heads // kv_heads, max(16, triton.next_power_of_2(width))
     chunk, doublings, most = division(longest, slots, groups)
     block_m = rows_of_tile(groups, divided_rows, width)
-    direct = not divided_rows or most == 1
+    direct = most == 1
     out, has_sinks = torch.empty_like(query), sinks is not None
     if direct:
         parts, unsummed, stats = 1, out, out
@@ -267,9 +242,9 @@ def launch(
     return out
 
 
-def wrapped(divided: bool) -> tuple[Any, Any]:
+def wrapped() -> tuple[Any, Any]:
     """Return the kernels as a traced operator calls them."""
-    return wrap_triton(_divided_kernel if divided else _chunk_kernel), wrap_triton(attention_sum_kernel)
+    return wrap_triton(_tuned_kernel), wrap_triton(attention_sum_kernel)
 
 
 @triton_op("eagle3::attention", mutates_args={})
@@ -289,7 +264,8 @@ def attention(
     value_scales: Tensor | None = None,
 ) -> Tensor:
     """Return the softmax-weighted values of the positions that each row attends to, which must be in the cache. On CUDA
-    this is the kernel of this module, on the host ``attention_reference``. It is one node of an exported program.
+    this is the kernel of this module or of ``attention_chunk``, on the host ``attention_reference``. It is one node of
+    an exported program.
 
     Args:
         query: bfloat16 [1, T, heads, head_dim], T may be dynamic
@@ -300,7 +276,7 @@ def attention(
         scale: factor on the dot products of query and key
         longest: the most positions that a row attends to
         divided_rows: for up to ``FEW`` rows, the positions are divided among programs; the tiles suit this number of
-            rows best. 0: they are never divided, T is that of a chunk of prefill
+            rows best. 0: they are never divided, T is that of a chunk of prefill (``attention_chunk``)
         softcap: a scaled dot product x becomes softcap * tanh(x / softcap); 0: no softcap
         sinks: [heads], an additional logit of each softmax, whose value is zero
         key_scales, value_scales: float32 [1, kv_heads, slots], by which codes are multiplied
@@ -311,9 +287,12 @@ def attention(
     Raises:
         ValueError: (on CUDA) another dtype, a cache that is not contiguous
     """
-    given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks
-    given += key_scales, value_scales
-    return launch(wrapped(divided_rows > 0), *given)
+    scales = key_scales, value_scales
+    if divided_rows:
+        given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks, *scales
+        return launch(wrapped(), *given)
+    kernel, options = wrapped_chunk(query.shape[3], key_scales is not None)
+    return launch_chunk(kernel, query, keys, values, first, last, scale, softcap, sinks, *scales, **options)
 
 
 @attention.register_kernel("cpu")

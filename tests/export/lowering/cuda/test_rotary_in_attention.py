@@ -25,7 +25,7 @@ from eagle3.export.lowering.cuda.graph.attention import CudaAttention
 from eagle3.export.lowering.cuda.graph.dispatch import shared_counters
 from eagle3.export.lowering.cuda.graph.rotations import rotate_in_attention
 from eagle3.export.lowering.cuda.kernels import attention as kernels
-from eagle3.export.lowering.cuda.kernels import attention_sums
+from eagle3.export.lowering.cuda.kernels import attention_chunk, attention_sums
 from eagle3.export.lowering.cuda.kernels import heads as helpers
 from eagle3.export.lowering.cuda.kernels.attention_of_product import attention_of_product
 from eagle3.export.lowering.cuda.kernels.bf16 import bf16_small_m
@@ -54,7 +54,7 @@ class Alone:
         caches, now = self.now[:2], self.now[2:] or (None, None)
         given_now = self.query, *caches, first, last, counters(), scale, longest, 16, 0.0, None, *now
         with (
-            interpreted(kernels, attention_sums, helpers),
+            interpreted(kernels, attention_chunk, attention_sums, helpers),
             patch.object(interpreter.interpreter_builder, "set_grid_idx", begin_alone),
         ):
             product = kernels.Product(product, *made)
