@@ -35,17 +35,17 @@ class Usage:
 
 
 def usage(
-    kernel, types: list[str], constants: dict, arch: int, folder: Path, warps: int, registers: int | None = None
-) -> Usage:
+    kernel, types: list[str], constants: dict, arch: int, folder: Path, warps: int, registers: int | None = None,
+    stages: int = 3,
+) -> Usage:  # fmt: skip
     """Compile a kernel and return its usage. ``types`` are the types of the arguments that are not constants;
     ``registers`` is the largest number of registers that the kernel may take. The test fails if a barrier is
     missing."""
     signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "maxnreg": registers}
-    )
+    options = {"num_warps": warps, "maxnreg": registers, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     assert faults(compiled.asm["ptx"], dict(enumerate(kernel.arg_names))) == []
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])

@@ -18,6 +18,7 @@ from triton.runtime import driver
 from eagle3.export.lowering.cuda.kernels import (
     advance,
     attention,
+    attention_chunk,
     bf16,
     int4,
     int4_experts,
@@ -117,6 +118,13 @@ def attends(
 TILE = {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
 
 
+def attends_in_chunk(width: int, groups: int, rows: int, **options: int) -> Callable:
+    """Return a function that launches attention of ``rows`` rows of a prefill to 4096 positions."""
+    query = on_meta(1, rows, 8 * groups, width, dtype=torch.bfloat16)
+    cache, at = on_meta(1, 8, 4096, width, dtype=torch.bfloat16), on_meta(rows, dtype=torch.int64)
+    return lambda kernel: attention_chunk.launch_chunk(kernel, query, cache, cache, at, at, 0.1, 0.0, None, **options)
+
+
 def int4_experts_of(activation: str) -> Callable:
     """Return a function that launches the kernel for four rows that choose 2 of 8 experts."""
 
@@ -163,8 +171,11 @@ KERNELS: dict[str, tuple[triton.JITFunction, Callable]] = {
     "attention of a product": (attention._attention_kernel, attends(128, 2, 4, 4, made=True, window=2048, **TILE)),
     "attention of codes": (attention._attention_kernel, attends(128, 2, 4, 4, made=True, int8=True, **TILE)),
     "attention of wide heads": (attention._attention_kernel, attends(512, 8, 4, 4, made=True, **TILE)),
-    "sums of attention": (attention._attention_sum_kernel, attends(512, 8, 4, 4, adds=True)),
-    "attention of a chunk": (attention._attention_kernel, attends(64, 4, 128, 0, **TILE)),
+    "sums of attention": (attention.attention_sum_kernel, attends(512, 8, 4, 4, adds=True)),
+    "attention of a chunk": (
+        attention_chunk._attention_chunk_kernel,
+        attends_in_chunk(64, 4, 128, BLOCK_M=128, **TILE),
+    ),
     "advance": (advance._advance_kernel, advances),
     "recurrent rows": (recurrent._recurrent_rows_kernel, recurs(4)),
     "rows of Mamba 2": (recurrent._recurrent_rows_kernel, recurs(4, delta=False)),

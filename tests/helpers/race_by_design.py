@@ -58,7 +58,7 @@ def _in_place(meeting: Meeting, accesses: Sequence[Access]) -> np.ndarray | None
 
 
 _WRITES_CACHE = r"write_keys_and_values: tl\.store\([KV](_SCALES)? "
-_READS_CACHE = r"_attention_kernel: ([kv] = tl\.load\([KV] |(scores|weights) \*= tl\.load\([KV]_SCALES )"
+_READS_CACHE = r"attended: ([kv] = tl\.load\([KV] |(scores|weights) \*= tl\.load\([KV]_SCALES )"
 _WRITES = rf"write_queries: tl\.store\(Q |{_WRITES_CACHE}"
 _READS = rf"_attention_kernel: q = tl\.load\(Q |{_READS_CACHE}"
 _INDUCTOR = r"triton_\w+: .*\bin_out_ptr\d+\b"

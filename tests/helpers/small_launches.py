@@ -17,6 +17,8 @@ from small_m_weights import int4_weight, int8_weight
 from eagle3.export.lowering.cuda.kernels import (
     advance,
     attention,
+    attention_chunk,
+    attention_sums,
     bf16,
     heads,
     int4,
@@ -121,8 +123,16 @@ def attend(rows: int, last: int, slots: int, window: int = 0) -> None:
     at = torch.arange(last + 1 - rows, last + 1)
     first = (at - window + 1).clamp(min=0) if window else torch.zeros_like(at)
     rest = first, at, sums.counters(), 0.25, window or slots, 16, 0.0, None
-    kernels = attention._attention_kernel, attention._attention_sum_kernel
+    kernels = attention._attention_kernel, attention.attention_sum_kernel
     attention.launch(kernels, query, keys, values, *rest, BLOCK_N=32)
+
+
+def attend_in_chunk(**constants: int) -> None:
+    """Launch attention of 41 rows of a prefill with 2 key heads and 4 query heads to a ring."""
+    query, keys, values = _rows(41, 64).view(1, 41, 4, 16), *torch.randn(2, 1, 2, 128, 16).bfloat16()
+    last = torch.arange(160, 201)
+    rest = (last - 63).clamp(min=0), last, 0.25, 0.0, None
+    attention_chunk.launch_chunk(attention_chunk._attention_chunk_kernel, query, keys, values, *rest, **constants)
 
 
 def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False) -> None:
@@ -135,7 +145,7 @@ def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False
     if int8:
         (keys, *of_keys), (values, *of_values) = int8_codes(keys), int8_codes(values)
         given, scales = (query, keys, values, *given[3:]), (*of_keys, *of_values)
-    kernels = attention._attention_kernel, attention._attention_sum_kernel
+    kernels = attention._attention_kernel, attention.attention_sum_kernel
     attention.launch(kernels, *given, *scales, attention.Product(product, *made), BLOCK_N=64)
 
 
@@ -179,7 +189,7 @@ EXPERTS = sums, small_m, int4, kernel_choices, int4_experts
 SMALL_M = sums, small_m, bf16, int4, k_quants
 RECORDS = sums, small_m, int4_records
 LARGE_M = sums, small_m, int4, large_m, int4_matmul, int4_records_matmul, int8_matmul, k_quant_matmul
-ATTENTION = attention, heads, sums
+ATTENTION = attention, attention_chunk, attention_sums, heads, sums
 
 
 def with_whole_tiles(product: Callable[..., None], multiprocessors: int, **given: object) -> Small:
@@ -234,6 +244,7 @@ SMALL = {
     "attention in one part": Small(lambda: attend(17, 31, 600), ATTENTION),
     "attention, a window": Small(lambda: attend(3, 300, 512, 256), ATTENTION),
     "attention, a window in one part": Small(lambda: attend(17, 31, 512, 256), ATTENTION),
+    "attention of a chunk": Small(lambda: attend_in_chunk(BLOCK_M=64, ROWS=32, BLOCK_N=32), ATTENTION),
     "attention of a product": Small(lambda: attend_to_product(12, 116), ATTENTION),
     "attention of a product, a ring": Small(lambda: attend_to_product(4, 114, 64), ATTENTION),
     "attention of a product, codes": Small(lambda: attend_to_product(12, 116, int8=True), ATTENTION),

@@ -106,7 +106,7 @@ class Issued(NamedTuple):
 
 
 def chunks(positions: int, chunk: int, equal: int) -> int:
-    """Return the number of chunks into which attention divides ``positions``; see ``kernels/attention.py`` of the
+    """Return the number of chunks into which attention divides ``positions``; see ``kernels/attention_sums.py`` of the
     exporter."""
     if not equal or positions <= equal * chunk:
         return math.ceil(positions / chunk)
@@ -239,13 +239,15 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
         blocks = tiles * heads * filled
         if cache["sum_bytes"] and cache["sum_steps"]:
             adding = LATENCY_SECONDS * (1 + math.ceil(filled / SUMS_AHEAD) * cache["sum_steps"])
-        iterations = tiles * heads * math.ceil(positions / cache["block"])
+        iterations = tiles * cache.get("row_tiles", 1) * heads * math.ceil(positions / cache["block"])
         products = {"multiply_adds": cache["multiply_adds"], "iterations": iterations}
     if (sums := entry.get("sums")) and context.tokens:
         filled = chunks(context.tokens, sums["chunk"], sums["equal"])
         adding = LATENCY_SECONDS * (2 + math.ceil(filled / sums["ahead"]))
         buffer_bytes = [*buffer_bytes, filled * sums["part_bytes"]]
     loop, passes = main_loop(code, products, warps) if products else (None, 1)
+    if cache:  # tiles have powers of 2 rows and keys; a product that two groups of warps repeat is no pass
+        passes = 1 << (passes.bit_length() - 1)
     if loop:  # one iteration in machine code is ``passes`` iterations in the source
         per_weight = loop.instructions * warps * WARP / (passes * products["weights"]) if not cache else None
         scale = warps * products["iterations"] / passes
@@ -254,7 +256,8 @@ def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], co
         thread_bytes = loop.copy_bytes * loop.ahead + loop.load_bytes // passes
     else:
         per_weight, thread_bytes = None, code.load_bytes
-        issued = Issued(code.instructions * warps * blocks, code.alu * warps * blocks)
+        unrolled = products["multiply_adds"] * products["iterations"] if products else 0
+        issued = Issued(code.instructions * warps * blocks, code.alu * warps * blocks, unrolled, code.warp_group)
     in_flight = thread_bytes * entry["threads"]
     seconds = {
         gpu.name: _seconds(entry, cache_bytes, buffer_bytes, blocks, code.registers, issued, in_flight, adding, gpu)

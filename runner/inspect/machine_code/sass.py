@@ -66,7 +66,7 @@ class Code:
 
     ``spill_bytes``: bytes reloaded from fixed places of the stack, which also holds small tables (of sine and cosine).
     ``load_bytes``: the bytes of every load instruction, each counted once. ``ptx``: the kernel's PTX, "" if there is
-    none. ``alu``: how many of the instructions are in ``ALU``.
+    none. ``alu``: how many of the instructions are in ``ALU``. ``warp_group``: its products are HGMMA.
     """
 
     registers: int
@@ -76,6 +76,7 @@ class Code:
     loops: tuple[Loop, ...]
     ptx: str
     alu: int
+    warp_group: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def parse(usage: str, sass: str, ptx: str, capability: tuple[int, int] | None = 
     loops = (_loop([text for at, text in code if start <= at <= end]) for start, end in sorted(ends.items()))
     texts = [text for _, text in code if text != "NOP"]  # NOPs only fill the last lines
     load_bytes = _bytes(texts, "LDG.", "LDGSTS.")
-    return Code(int(used[1]), _spilled(texts), len(texts), load_bytes, tuple(loops), ptx, _alu(texts))
+    spilled, warp_group = _spilled(texts), _has_warp_group(texts)
+    return Code(int(used[1]), spilled, len(texts), load_bytes, tuple(loops), ptx, _alu(texts), warp_group)
 
 
 def _spilled(texts: list[str]) -> int:
@@ -204,8 +206,11 @@ def _loop(body: list[str]) -> Loop:
     waits = [int(match[1], 16) for text in body if (match := WAIT.match(text))]
     ahead = max(waits, default=0) // groups + 1 if groups else 0
     loaded, copied = _bytes(body, "LDG."), _bytes(body, "LDGSTS.")
-    warp_group = any(text.startswith("HGMMA") for text in body)
-    return Loop(len(body), sum(map(_multiply_adds, body)), loaded, copied, ahead, _alu(body), warp_group)
+    return Loop(len(body), sum(map(_multiply_adds, body)), loaded, copied, ahead, _alu(body), _has_warp_group(body))
+
+
+def _has_warp_group(body: list[str]) -> bool:
+    return any(text.startswith("HGMMA") for text in body)
 
 
 def _alu(body: list[str]) -> int:

@@ -23,7 +23,7 @@ from places import HELPERS
 from triton import Config
 
 from eagle3.export.lowering.cuda.inductor.launches import products
-from eagle3.export.lowering.cuda.kernels.attention import division
+from eagle3.export.lowering.cuda.kernels.attention_sums import division
 from eagle3.export.lowering.cuda.named_gpu import configurations
 from eagle3.export.lowering.cuda.named_gpu.configurations import only
 from eagle3.runner.artifact.cuda_delegates import cuda_kernels
@@ -231,6 +231,25 @@ def test_a_launch_takes_the_longest_of_memory_issue_and_latency_time(counted):
     assert bound["share_of_limit"] == pytest.approx(1e9 / 4.8e12 / bound["bound"])
 
 
+def test_the_products_of_a_loop_that_ptxas_unrolled_are_counted_too(counted, monkeypatch):
+    gpu = GPUS["H200"]
+    work = {"weights": 8192, "multiply_adds": 10**6, "iterations": 1000}
+    for warp_group, share in ((True, 1.0), (False, 0.63)):
+        monkeypatch.setattr(cost_module, "read_codes_for", everywhere(replace(CODE, loops=(), warp_group=warp_group)))
+        (kernel,) = counted(launch(products=work))["methods"][TARGET_VERIFY]["kernels"]
+        assert kernel["seconds"]["H200"]["tensor"] == pytest.approx(1e9 / (share * 2048 * 132 * gpu.clock))
+
+
+def test_a_product_that_two_groups_of_warps_repeat_is_no_iteration(counted, monkeypatch):
+    """Attention's tiles have powers of 2 rows, so 3 times the products of a tile are 2 tiles, one product repeated."""
+    gpu = GPUS["H200"]
+    monkeypatch.setattr(cost_module, "read_codes_for", everywhere(replace(CODE, loops=(Loop(100, 6144, 0, 0, 0, 0),))))
+    changed = {"multiply_adds": 4 * 2048, "block": 100, "row_tiles": 2}
+    (kernel,) = counted(attention(**changed), context=Context(1000, 4096))["methods"][TARGET_VERIFY]["kernels"]
+    iterations = 8 * 2 * math.ceil(1000 / 100)
+    assert kernel["seconds"]["H200"]["issue"] == pytest.approx(iterations * 4 * 100 / 2 / (132 * 4 * gpu.clock))
+
+
 @pytest.mark.parametrize(("gpu", "slots"), [("A100", 2), ("RTX 4090", 2), ("H200", 2), ("B200", 1), ("RTX 5090", 1)])
 def test_half_rate_instructions_take_two_issue_slots_up_to_sm_90(counted, monkeypatch, gpu, slots):
     half = replace(CODE, loops=(replace(EIGHT, alu=80),))
@@ -269,7 +288,7 @@ def test_attention_reads_the_positions_of_the_context_or_of_a_rings_window(count
 
 def test_parts_of_a_whole_context_are_added_by_another_launch(counted):
     """The launch loads some parts together, and reads them from memory if they do not fit into L2."""
-    added = launch(kernel="_attention_sum_kernel_0", grid=[4, 32, 1], weight_bytes=0, products=None, count=1)
+    added = launch(kernel="attention_sum_kernel_0", grid=[4, 32, 1], weight_bytes=0, products=None, count=1)
     added |= {"buffer_bytes": [], "sums": {"chunk": 128, "equal": 64, "part_bytes": 1 << 20, "ahead": 8}}
     alone = attention(sum_steps=0, sum_bytes=1 << 20)
     for gpu, read in (("H200", 0), ("RTX 3090", 8 << 20)):

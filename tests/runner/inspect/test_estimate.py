@@ -49,7 +49,7 @@ def round_of(gpu: str = "H200") -> tuple[dict[str, float], dict]:
             entry("int4_small_m_kernel_4", 16384 * 5376 * INT4, 50),
             entry("int4_small_m_kernel_5", 18432 * 5376 * INT4, 10),
         ],
-        "attention": [entry("_attention_kernel_0", count=60, cache=True), entry("_attention_sum_kernel_1", count=10)],
+        "attention": [entry("_attention_kernel_0", count=60, cache=True), entry("attention_sum_kernel_1", count=10)],
         "draft": [entry(f"_bf16_small_m_kernel_{at}", size, 3 if at else 1) for at, size in enumerate(draft)],
         "LM head": [entry("int4_small_m_kernel_6", 262144 * 5376 * INT4)],
         "norms": [entry("triton_red_fused_0", count=120)],

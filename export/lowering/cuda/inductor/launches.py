@@ -76,6 +76,8 @@ class CacheReads:
     """Positions per iteration of its main loop."""
     multiply_adds: int
     """The least multiply-adds of an iteration on the tensor cores."""
+    row_tiles: int
+    """The number of tiles of rows that a program takes one after the other."""
 
 
 @dataclass(frozen=True)
@@ -314,19 +316,23 @@ def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) 
 
 def cache_reads(constants: Mapping[str, int], rows: int) -> CacheReads | None:
     """Return the work of an attention kernel, from the names of its constants; None for any other kernel."""
-    if not {"SLOTS", "KV_HEADS", "CODES", "CHUNK"} <= constants.keys():
+    if not {"SLOTS", "KV_HEADS", "CODES"} <= constants.keys():
         return None
-    width, block = constants["BLOCK_D"], constants["BLOCK_N"]
+    width, block, rows_of_program = constants["BLOCK_D"], constants["BLOCK_N"], constants["BLOCK_M"]
+    at_a_time, divided = constants.get("ROWS", rows_of_program), "CHUNK" in constants
     head = constants["D"] + torch.float32.itemsize if constants["CODES"] else constants["D"] * torch.bfloat16.itemsize
     return CacheReads(
         slots=constants["SLOTS"],
         position_bytes=2 * constants["KV_HEADS"] * head,
-        chunk=constants["CHUNK"],
-        equal=constants["MOST"] if constants["DOUBLINGS"] >= 0 else 0,
-        sum_bytes=0 if constants["DIRECT"] else 4 * rows * constants["KV_HEADS"] * constants["GROUPS"] * constants["D"],
-        sum_steps=math.ceil(width / constants["COLUMNS"]) if constants["DOUBLINGS"] < 0 else 0,
+        chunk=constants["CHUNK"] if divided else constants["SLOTS"],
+        equal=constants["MOST"] if divided and constants["DOUBLINGS"] >= 0 else 0,
+        sum_bytes=4 * rows * constants["KV_HEADS"] * constants["GROUPS"] * constants["D"]
+        if divided and not constants["DIRECT"]
+        else 0,
+        sum_steps=math.ceil(width / constants["COLUMNS"]) if divided and constants["DOUBLINGS"] < 0 else 0,
         block=block,
-        multiply_adds=2 * constants["BLOCK_M"] * block * width,
+        multiply_adds=2 * at_a_time * block * width,
+        row_tiles=rows_of_program // at_a_time,
     )
 
 

@@ -5,16 +5,8 @@ slots, so of a ring of two windows the kernel reads about one window. The rows o
 of one key-value head, stacked. Only a chunk of prefill, or heads too wide for the registers, needs more programs, which
 find the keys in L2.
 
-A few rows fill a GPU only if the positions are divided among programs of ``chunk`` positions each, counted from
-position 0. Over a window, program i takes the chunks whose number is i modulo the number of programs. Over a whole
-context each chunk has a program of its own, and later chunks are longer: a long cache needs few programs, and a short
-text in it still has many. A program whose chunk holds no token ends at once. Each program writes its maximum, sum and
-weighted values in float32. These partial results of all chunks that hold tokens are then added in the order of their
-positions. For a window, the last program to arrive adds them (see ``sums``). For a whole context a second launch does,
-with a program for each row and head, since one program would take 1.5 us a chunk for heads of 512 (timed on an H200).
-Neither the terms nor their order depend on the other rows of a call, and positions that a row does not attend to add
-exact zeros. The kernels, as compiled for a method, therefore give a row the same bits for any number of rows up to
-``FEW``.
+For a few rows the positions are divided among programs, whose partial results are then added (``attention_sums``).
+A chunk of prefill has a kernel of its own (``attention_chunk``).
 
 The softmax uses powers of 2 in float32. Its weights are rounded to bfloat16 for the matmul with the values. A softcap
 and sinks (see ``EagerAttention``) take a few instructions.
@@ -39,17 +31,24 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from eagle3.export.lowering.cuda.kernels.attention_chunk import (
+    attended,
+    check_operands,
+    launch_chunk,
+    plain_rows,
+    wrapped_chunk,
+)
+from eagle3.export.lowering.cuda.kernels.attention_sums import (
+    AHEAD,
+    FEW,
+    MOST_PARTS,
+    attention_sum_kernel,
+    chunk_bounds,
+    division,
+)
 from eagle3.export.lowering.cuda.kernels.heads import write_keys_and_values, write_queries
 from eagle3.export.lowering.cuda.kernels.sums import arrive
 from eagle3.targets.attention import attend, dequantized
-
-FEW = 16
-"""The most rows for which the positions are divided among programs."""
-AHEAD = 8
-"""The number of partial results of a whole context whose loads are in flight together while they are added."""
-MOST_PARTS = 64
-"""The most programs among which the positions of a window are divided, and also the number of chunks of equal size at
-the beginning of a whole context. Up to twice that context, half as many chunks of twice the size follow, and so on."""
 
 
 class Product(NamedTuple):
@@ -66,30 +65,6 @@ class Product(NamedTuple):
     eps: Sequence[float] = (0.0, 0.0, 0.0)
     plus: float = 0.0
     rotary: Sequence[int] = ()
-
-
-@triton.jit
-def _bounds(chunk, CHUNK: tl.constexpr, MOST: tl.constexpr, DOUBLINGS: tl.constexpr):
-    # Returns the first position of a chunk of a whole context, and the first behind it.
-    begin = chunk * CHUNK
-    size = tl.full((), CHUNK, tl.int32)
-    for doubling in tl.static_range(DOUBLINGS):
-        behind = chunk - (MOST + doubling * (MOST // 2))
-        if behind >= 0:
-            size = tl.full((), CHUNK * 2 ** (doubling + 1), tl.int32)
-            begin = CHUNK * MOST * 2**doubling + behind * size
-    return begin, begin + size
-
-
-@triton.jit
-def _chunk_of(position, CHUNK: tl.constexpr, MOST: tl.constexpr, DOUBLINGS: tl.constexpr):
-    # Returns the chunk of a whole context that a position is in.
-    chunk = position // CHUNK
-    for doubling in tl.static_range(DOUBLINGS):
-        behind = position - CHUNK * MOST * 2**doubling
-        if behind >= 0:
-            chunk = MOST + doubling * (MOST // 2) + behind // (CHUNK * 2 ** (doubling + 1))
-    return chunk
 
 
 @triton.jit
@@ -113,7 +88,6 @@ def _attention_kernel(
     row = tl.minimum(packed // GROUPS, rows - 1)
     head = kv_head * GROUPS + packed % GROUPS
     d = tl.arange(0, BLOCK_D)
-    WHOLE: tl.constexpr = D == BLOCK_D
     at = (row * (KV_HEADS * GROUPS) + head).to(tl.int64)
     first = tl.load(FIRST + row).to(tl.int32)
     last = tl.load(LAST + row).to(tl.int32)
@@ -130,7 +104,7 @@ def _attention_kernel(
             end = tl.minimum(end, chunk * CHUNK + CHUNK)
         else:
             part = tl.program_id(2)
-            begin, behind = _bounds(part, CHUNK, MOST, DOUBLINGS)
+            begin, behind = chunk_bounds(part, CHUNK, MOST, DOUBLINGS)
             start = tl.maximum(start, begin)
             end = tl.minimum(end, behind)
             if start >= end:
@@ -155,32 +129,9 @@ def _attention_kernel(
 
     q = tl.load(Q + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0)
 
-    top = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: of a row without a position so far, no difference is NaN
-    total = tl.full((BLOCK_M,), 0, tl.float32)
-    acc = tl.full((BLOCK_M, BLOCK_D), 0, tl.float32)
-    for begin in tl.range(start, end, BLOCK_N):
-        position = begin + tl.arange(0, BLOCK_N)
-        slot = position % SLOTS
-        places = slot[:, None] * D + d[None, :]
-        k = tl.load(K + places) if WHOLE else tl.load(K + places, mask=d[None, :] < D, other=0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)))
-        if CODES:
-            scores *= tl.load(K_SCALES + slot)[None, :]
-        if SOFTCAP > 0:
-            scores = SOFTCAP * 1.4426950408889634 * (1 - 2 / (1 + tl.exp(scores * (2 * SCALE / SOFTCAP))))
-        else:
-            scores = scores * (SCALE * 1.4426950408889634)
-        seen = (position[None, :] >= first[:, None]) & (position[None, :] <= last[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrunk = tl.exp2(top - higher)
-        total = total * shrunk + tl.sum(weights, 1)
-        top = higher
-        v = tl.load(V + places) if WHOLE else tl.load(V + places, mask=d[None, :] < D, other=0)
-        if CODES:
-            weights *= tl.load(V_SCALES + slot)[None, :]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrunk[:, None])
+    top, total, acc = attended(
+        q, K, V, K_SCALES, V_SCALES, first, last, start, end, D, SLOTS, SCALE, SOFTCAP, CODES, BLOCK_D, BLOCK_M, BLOCK_N
+    )
 
     here = packed < rows * GROUPS
     sink = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -228,89 +179,17 @@ def _attention_kernel(
             tl.store(counter, 0, mask=parts > 1)
 
 
-@triton.jit
-def _attention_sum_kernel(
-    PARTS, STATS, FIRST, LAST, SINKS, OUT, rows, parts, HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    MOST: tl.constexpr, DOUBLINGS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    # Adds the parts of a whole context for one row and one head; the tensors are those of _attention_kernel.
-    row, head = tl.program_id(0), tl.program_id(1)
-    at = (row * HEADS + head).to(tl.int64)
-    whole = tl.full((), HEADS, tl.int64) * rows
-    oldest = 0
-    used = 1
-    if parts > 1:
-        oldest = _chunk_of(tl.load(FIRST + row).to(tl.int32), CHUNK, MOST, DOUBLINGS)
-        used = _chunk_of(tl.load(LAST + row).to(tl.int32), CHUNK, MOST, DOUBLINGS) + 1 - oldest
-    at += oldest * whole
-    part = tl.arange(0, BLOCK_PARTS)
-    highest = tl.max(tl.load(STATS + (at + part * whole) * 2, mask=part < used, other=-1e30), 0)
-    total = tl.full((), 0, tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
-        highest = tl.maximum(highest, sink)
-        total = tl.exp2(sink - highest)
-    d = tl.arange(0, BLOCK_D)
-    out = tl.full((BLOCK_D,), 0, tl.float32)
-    for begin in tl.range(0, used, AHEAD):
-        for behind in tl.static_range(AHEAD):  # whose loads do not wait for each other
-            there = begin + behind < used
-            its = at + (begin + behind) * whole
-            its_top = tl.load(STATS + its * 2, mask=there, other=-1e30)
-            its_total = tl.load(STATS + its * 2 + 1, mask=there, other=0)
-            its_out = tl.load(PARTS + its * D + d, mask=there & (d < D), other=0)
-            share = tl.exp2(its_top - highest)
-            total = tl.fma(its_total, share, total)
-            out = tl.fma(its_out, tl.broadcast_to(share, (BLOCK_D,)), out)
-    at -= oldest * whole
-    tl.store(OUT + at * D + d, (out / total).to(OUT.dtype.element_ty), mask=d < D)
-
-
-def _tuned(*configs: tuple[int, int, int]) -> Any:
-    """Return the kernel with its configurations of keys per block, stages and warps."""
-    listed = [triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages) for keys, stages, warps in configs]
-    return triton.autotune(listed, key=["SLOTS", "D", "GROUPS", "BLOCK_M"])(_attention_kernel)
-
-
-_chunk_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (64, 2, 8), (32, 3, 4), (32, 2, 4), (32, 2, 8))
-_divided_kernel = _tuned((64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4))
-
-
-class Division(NamedTuple):
-    """The division of positions among programs. ``chunk`` is the number of positions of a chunk. ``doublings`` is how
-    often the chunks double (see ``MOST_PARTS``), or -1 for a window. ``parts`` is the most programs that a tile of up
-    to ``FEW`` rows needs."""
-
-    chunk: int
-    doublings: int
-    parts: int
-
-
-def division(longest: int, slots: int, groups: int) -> Division:
-    # the partial result of 8 rows is at most half as large as what the program reads
-    chunk = 128 if groups <= 4 else 256
-    if longest == slots:
-        doublings, begin, parts = 0, MOST_PARTS * chunk, min(MOST_PARTS, triton.cdiv(slots, chunk))
-        while begin < slots:
-            doublings += 1
-            parts += triton.cdiv(min(begin, slots - begin), chunk << doublings)
-            begin *= 2
-        return Division(chunk, doublings, parts)
-
-    def needed() -> int:  # a ring's window may begin at any position of a chunk
-        return triton.cdiv(longest + FEW - 2, chunk) + 1
-
-    while needed() > MOST_PARTS:
-        chunk *= 2
-    return Division(chunk, -1, needed())
+CONFIGS = (64, 3, 4), (32, 4, 4), (64, 2, 4), (32, 3, 4), (32, 2, 4), (32, 2, 8), (16, 3, 4), (16, 2, 4)
+"""The configurations: keys of a block, stages, warps."""
+_tuned_kernel = triton.autotune(
+    [triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages) for keys, stages, warps in CONFIGS],
+    key=["SLOTS", "D", "GROUPS", "BLOCK_M"],
+)(_attention_kernel)
 
 
 def rows_of_tile(groups: int, divided_rows: int, width: int) -> int:
-    """Return the number of rows of a program, which counts all query heads of a key-value head; it is bounded by the
-    registers."""
-    most = 128 if width <= 64 else 64 if width <= 256 else 32
-    return min(most, max(16, triton.next_power_of_2(groups * divided_rows))) if divided_rows else most
+    """Return the number of rows of a program, which counts all query heads of a key-value head."""
+    return min(plain_rows(width), max(16, triton.next_power_of_2(groups * divided_rows)))
 
 
 def launch(
@@ -318,23 +197,18 @@ def launch(
     scale: float, longest: int, divided_rows: int, softcap: float, sinks: Tensor | None,
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, product: Product | None = None, **options,
 ) -> Tensor:  # fmt: skip
-    """Return the result of ``attention``, computed by specializations of ``_attention_kernel`` and
-    ``_attention_sum_kernel``. With a ``product``, ``query`` is also written, and keys and values are written in place.
+    """Return the result of ``attention`` for few rows, computed by specializations of ``_attention_kernel`` and
+    ``attention_sum_kernel``. With a ``product``, ``query`` is also written, and keys and values are written in place.
     ``options`` go to the first kernel."""
     codes = key_scales is not None
-    if query.dtype != torch.bfloat16 or not keys.dtype == values.dtype == (torch.int8 if codes else torch.bfloat16):
-        raise ValueError(
-            f"query is {query.dtype}, the cache {keys.dtype}: the kernel takes torch.bfloat16, and codes in torch.int8"
-        )
-    if not (keys.is_contiguous() and values.is_contiguous()):
-        raise ValueError(f"the caches have strides {keys.stride()} and {values.stride()}: not contiguous")
+    check_operands(query, keys, values, codes)
     query = query.contiguous()
     _, rows, heads, width = query.shape
     _, kv_heads, slots, _ = keys.shape
     groups, block_d = heads // kv_heads, max(16, triton.next_power_of_2(width))
     chunk, doublings, most = division(longest, slots, groups)
     block_m = rows_of_tile(groups, divided_rows, width)
-    direct = not divided_rows or most == 1
+    direct = most == 1
     out, has_sinks = torch.empty_like(query), sinks is not None
     if direct:
         parts, unsummed, stats = 1, out, out
@@ -368,9 +242,9 @@ def launch(
     return out
 
 
-def wrapped(divided: bool) -> tuple[Any, Any]:
+def wrapped() -> tuple[Any, Any]:
     """Return the kernels as a traced operator calls them."""
-    return wrap_triton(_divided_kernel if divided else _chunk_kernel), wrap_triton(_attention_sum_kernel)
+    return wrap_triton(_tuned_kernel), wrap_triton(attention_sum_kernel)
 
 
 @triton_op("eagle3::attention", mutates_args={})
@@ -390,7 +264,8 @@ def attention(
     value_scales: Tensor | None = None,
 ) -> Tensor:
     """Return the softmax-weighted values of the positions that each row attends to, which must be in the cache. On CUDA
-    this is the kernel of this module, on the host ``attention_reference``. It is one node of an exported program.
+    this is the kernel of this module or of ``attention_chunk``, on the host ``attention_reference``. It is one node of
+    an exported program.
 
     Args:
         query: bfloat16 [1, T, heads, head_dim], T may be dynamic
@@ -401,7 +276,7 @@ def attention(
         scale: factor on the dot products of query and key
         longest: the most positions that a row attends to
         divided_rows: for up to ``FEW`` rows, the positions are divided among programs; the tiles suit this number of
-            rows best. 0: they are never divided, T is that of a chunk of prefill
+            rows best. 0: they are never divided, T is that of a chunk of prefill (``attention_chunk``)
         softcap: a scaled dot product x becomes softcap * tanh(x / softcap); 0: no softcap
         sinks: [heads], an additional logit of each softmax, whose value is zero
         key_scales, value_scales: float32 [1, kv_heads, slots], by which codes are multiplied
@@ -412,9 +287,12 @@ def attention(
     Raises:
         ValueError: (on CUDA) another dtype, a cache that is not contiguous
     """
-    given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks
-    given += key_scales, value_scales
-    return launch(wrapped(divided_rows > 0), *given)
+    scales = key_scales, value_scales
+    if divided_rows:
+        given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks, *scales
+        return launch(wrapped(), *given)
+    kernel, options = wrapped_chunk(query.shape[3], key_scales is not None)
+    return launch_chunk(kernel, query, keys, values, first, last, scale, softcap, sinks, *scales, **options)
 
 
 @attention.register_kernel("cpu")

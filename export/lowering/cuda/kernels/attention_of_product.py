@@ -69,7 +69,7 @@ def attention_of_product(
     tables = (table if table is None else table.contiguous() for table in (cos, sin))
     made = Product(product.contiguous(), bias, *tables, q_weight, k_weight, heads, starts, eps, plus, rotary)
     given = query, keys, values, first, last, arrived, scale, longest, divided_rows, softcap, sinks
-    return [launch(wrapped(True), *given, *(scales or (None, None)), made), *caches]
+    return [launch(wrapped(), *given, *(scales or (None, None)), made), *caches]
 
 
 @attention_of_product.register_kernel("cpu")

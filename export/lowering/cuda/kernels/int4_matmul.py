@@ -40,6 +40,7 @@ from eagle3.export.lowering.cuda.kernels.large_m import (
     halves,
     launch,
     never,
+    plain_rows,
     rows_of_program,
 )
 from eagle3.export.lowering.cuda.kernels.small_m import check_contiguous
@@ -73,6 +74,7 @@ def _int4_matmul_kernel(
     X, Q0, Q1, Q2, CODES, STEPS, ARRIVED, PARTS, OUT, M,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DIVIDED: tl.constexpr, ROWS: tl.constexpr,
+    PLAIN_ROWS: tl.constexpr,
 ):  # fmt: skip
     m0 = tl.program_id(0) * BLOCK_M
     if BLOCK_M == ROWS:
@@ -160,7 +162,7 @@ def _launch_matmul(
     def run(programs: tuple, out: Tensor, parts: Tensor, divided: bool) -> None:
         kernel[programs](
             x, *weights, codes, steps, arrived, parts, out, x.shape[0], N0=n0, N1=n1, N2=n2, K=k, G=group,
-            DIVIDED=divided, ROWS=rows, **PROGRAM | {"BLOCK_M": rows},
+            DIVIDED=divided, ROWS=rows, PLAIN_ROWS=plain_rows(), **PROGRAM | {"BLOCK_M": rows},
         )  # fmt: skip
 
     short = small_m_run(few, x, qdata, codes, steps, arrived, group)

@@ -52,6 +52,11 @@ def rows_of_program() -> int:
     return WGMMA_ROWS if has_wgmma() else ROWS
 
 
+def plain_rows() -> int:
+    """Return the number of those rows that code without ``wgmma`` takes at a time, or 0 if no code has ``wgmma``."""
+    return ROWS if has_wgmma() else 0
+
+
 @triton.jit
 def never(pointer, at, nowhere, value):
     # The compiler takes loads to the lanes that need them, but not constants that differ by element.

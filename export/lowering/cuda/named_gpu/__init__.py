@@ -6,7 +6,7 @@ context managers, each in a file of its own, replace these steps, and a seventh 
 1. ``fake_device``  PyTorch's queries return the properties of the named GPU
 2. ``compiling``    Triton compiles for the named architecture; nothing is loaded or launched. ``configurations``
    chooses the configuration of a hand-written kernel by its spills and its loads in flight, ``second_image`` adds code
-   with ``wgmma`` to INT4 matmuls of many rows for sm_90
+   with ``wgmma`` to kernels of many rows for sm_90
 3. ``choices``      nothing is timed; matmul templates are ranked by ``matmuls``, from their tiles
 4. ``weights``      weights are fake CUDA tensors that refer to their data on the host
 5. ``operators``    Python operators on fake CUDA tensors do not switch to their device

@@ -2,7 +2,7 @@
 
 The code must run on later architectures as well. Triton would compile for sm_90a, whose PTX runs only on that
 architecture (NVIDIA's PTX ISA, ".target"). Here it compiles for sm_90 with the matrix instructions of sm_89, because
-LLVM would abort on wgmma and tcgen05. INT4 matmuls of many rows for sm_90 get code for sm_90a beside it
+LLVM would abort on wgmma and tcgen05. Kernels of many rows for sm_90 get code for sm_90a beside it
 (``second_image``). LLVM would also abort on a warp-wide maximum of floats in one instruction, which
 Triton uses for sm_100 although only sm_100a has it, so sm_100 is lowered to LLVM as sm_90 is. If a configuration still
 needs such an instruction, the next configuration is tried.
@@ -33,7 +33,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
 from eagle3.export.lowering.cuda.named_gpu.configurations import best, only
-from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages, own_config, plain_config
+from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages, own_config, plain_config, plain_rows
 from eagle3.export.patching.patches import all_replaced, environment
 from eagle3.runner.hardware.gpus import REGISTERS, Gpu
 
@@ -103,11 +103,12 @@ class OneConfiguration(CachingAutotunerPlugin):
     def chosen(self, autotuner: CachingAutotuner) -> CompileResult:
         """Return the compiled kernel, whose grid is in the metadata. Raises ValueError if no configuration fits."""
         gpu, second = self.gpu, self.images.wanted(autotuner)
+        rows = plain_rows(autotuner) if second else 0
         refusals: list[str] = []
 
         def compiled(config: Config) -> CompileResult | None:
             try:
-                result = autotuner._precompile_config(plain_config(config) if second else config)
+                result = autotuner._precompile_config(plain_config(config, rows))
             except (OutOfResources, PTXASError) as error:
                 refusals.append(str(error))
                 return None

@@ -1,5 +1,7 @@
 """Adds a second image to a kernel's fatbin: machine code with ``wgmma``, which runs on compute capability 9.0 alone.
 
+These are kernels of many rows: INT4 matmuls, attention of a prefill, and Inductor's templates for matmuls.
+
 Code for plain sm_90 runs on later GPUs too and has no ``wgmma``. CUDA's driver prefers an image for sm_90a on a GPU
 with compute capability 9.0; all other GPUs take the plain image or its PTX. Both images have one name, and the host
 launches them with the same grid, threads, arguments and shared memory, so ``second_image`` refuses two that differ. The
@@ -15,18 +17,19 @@ from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch._inductor.runtime.hints import HeuristicType
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, CompileResult
 from triton import Config
+from triton.runtime.errors import OutOfResources, PTXASError
 
-from eagle3.export.lowering.cuda.kernels.large_m import ROWS
 from eagle3.export.lowering.cuda.kernels.sums import WGMMA_ON
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
 from eagle3.runner.hardware.gpus import Gpu
 
 ARCH = "90a"
-AT_A_TIME = "ROWS"
-"""The constant of a kernel that may take the rows of a program in several tiles. Such kernels get a second image, if it
-has ``wgmma`` and no spills. In others, ptxas would wait for each product unless K is divided."""
+AT_A_TIME, PLAIN = "ROWS", "PLAIN_ROWS"
+"""The constants of a kernel that may take the rows of a program in several tiles: the rows of a tile, and those in code
+without ``wgmma``, which are 0 if no code has ``wgmma``."""
 EQUAL = ("name", "num_warps", "num_ctas", "global_scratch_size", "global_scratch_align", "profile_scratch_size")
 """The metadata of Triton that the host's code depends on, apart from shared memory."""
 PARAMETERS = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
@@ -47,23 +50,27 @@ class SecondImages:
         self.known: dict[str, Image] = {}
 
     def wanted(self, autotuner: CachingAutotuner) -> bool:
-        """Return True if the kernel gets a second image for the GPU. This is decided here alone."""
-        return f"sm_{self.gpu.arch}" in WGMMA_ON and AT_A_TIME in autotuner.triton_meta["constants"]
+        """Return True if the kernel gets a second image for the GPU, should that have ``wgmma`` and spill no registers.
+        This is decided here alone: for the kernels that say how many rows their plain code takes, and for Inductor's
+        templates. In other kernels of many rows, ptxas would wait for each product unless K is divided."""
+        return f"sm_{self.gpu.arch}" in WGMMA_ON and (
+            plain_rows(autotuner) > 0 or autotuner.heuristic_type == HeuristicType.TEMPLATE
+        )
 
     def add(self, autotuner: CachingAutotuner, plain: CompileResult, config: Config) -> None:
         """Compile the second image of a kernel with ``config``, and let the host of ``plain`` pass enough shared memory
-        for both. Nothing is added if the image would have no ``wgmma``, or would spill registers.
-
-        Raises ValueError if one host cannot launch both, or for more shared memory than the GPU has.
+        for both. Nothing is added if the image would have no ``wgmma``, would spill registers, or would take more
+        shared memory than the GPU has. Raises ValueError if one host cannot launch both.
         """
-        with self.own_code():
-            own = autotuner._precompile_config(config).kernel
-        if "wgmma.mma_async" not in own.asm["ptx"] or usage(own.asm["cubin"])[1]:
+        try:
+            with self.own_code():
+                own = autotuner._precompile_config(config).kernel
+        except (OutOfResources, PTXASError):
+            return
+        shared, most = own.metadata.shared, self.gpu.shared_memory_per_block
+        if "wgmma.mma_async" not in own.asm["ptx"] or shared > most or usage(own.asm["cubin"])[1]:
             return
         shared = shared_by_both(plain.kernel, own)
-        if shared > self.gpu.shared_memory_per_block:
-            have = f"{self.gpu.name} has {self.gpu.shared_memory_per_block}"
-            raise ValueError(f"{own.metadata.name} for sm_{ARCH} takes {shared} bytes of shared memory, {have}")
         plain.kernel.metadata = plain.kernel.metadata._replace(shared=shared)
         self.known[_digest(plain.kernel.asm["cubin"])] = Image(own.asm["cubin"], own.asm["ptx"])
 
@@ -90,10 +97,18 @@ class SecondImages:
         return [f"--image3=kind=elf,sm={ARCH},file={machine_code}", f"--image3=kind=ptx,sm={ARCH},file={ptx}"]
 
 
-def plain_config(config: Config) -> Config:
-    """Return the configuration of the plain image, which takes fewer rows at a time, since it has no ``wgmma``."""
+def plain_rows(autotuner: CachingAutotuner) -> int:
+    """Return the rows that a kernel's code without ``wgmma`` takes at a time; 0 if that is not of concern."""
+    return autotuner.triton_meta["constants"].get(PLAIN, 0)
+
+
+def plain_config(config: Config, rows: int) -> Config:
+    """Return the configuration of the plain image, which takes ``rows`` at a time, since it has no ``wgmma``. 0: it is
+    the configuration of both."""
+    if not rows:
+        return config
     plain = copy(config)
-    plain.kwargs = {**config.kwargs, AT_A_TIME: ROWS}
+    plain.kwargs = {**config.kwargs, AT_A_TIME: rows}
     return plain
 
 

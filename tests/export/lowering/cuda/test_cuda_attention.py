@@ -12,6 +12,7 @@ import triton.language as tl
 import triton_interpreter
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from kernel_usage import usage as usage_of
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
@@ -22,6 +23,7 @@ from triton_interpreter import interpreted
 from eagle3.export.lowering.cuda.backend import ranges
 from eagle3.export.lowering.cuda.graph.attention import CudaAttention
 from eagle3.export.lowering.cuda.kernels import attention as kernels
+from eagle3.export.lowering.cuda.kernels import attention_chunk, attention_sums
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
@@ -33,13 +35,24 @@ from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 SLOTS, WINDOW, DIM = 300, 100, 16
 
 
-def by_interpreter(query: Tensor, *rest, keys: int = 16) -> Tensor:
-    """Run ``eagle3::attention`` by its kernels, on a cache rounded to bfloat16, or on one of codes with scales."""
+def by_interpreter(query: Tensor, *rest, keys: int = 16, **chunked: int) -> Tensor:
+    """Run ``eagle3::attention`` by its kernels, on a cache rounded to bfloat16, or on one of codes with scales.
+    ``chunked`` are constants of the kernel for a chunk of prefill."""
     given = [x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (query, *rest[:10])]
     given += rest[10:]
-    with interpreted(kernels):
-        found = kernels.launch((kernels._attention_kernel, kernels._attention_sum_kernel), *given, BLOCK_N=keys)
+    with interpreted(kernels, attention_sums, attention_chunk):
+        if given[8]:
+            found = kernels.launch((kernels._attention_kernel, kernels.attention_sum_kernel), *given, BLOCK_N=keys)
+        else:
+            found = of_a_chunk(attention_chunk._attention_chunk_kernel, *given, BLOCK_N=keys, **chunked)
     return found.to(query.dtype)
+
+
+def of_a_chunk(kernel: Any, *given: Any, **constants: int) -> Tensor:
+    """Launch the kernel for a chunk with the arguments of ``eagle3::attention``."""
+    query, keys, values, first, last, _, scale, _, _, softcap, sinks, *scales = given
+    rest = query, keys, values, first, last, scale, softcap, sinks, *scales
+    return attention_chunk.launch_chunk(kernel, *rest, **{"BLOCK_M": 64} | constants)
 
 
 class Attend(nn.Module):
@@ -102,8 +115,18 @@ def assert_equals_eager(
         {"window": 16, "chunked": True, "start": 40},
         {"softcap": 2.0, "with_sinks": True, "int8": True, "keys": 32},
         {"with_sinks": True, "slots": 100, "start": 60},
+        {"softcap": 2.0, "with_sinks": True, "int8": True, "keys": 32, "calls": ((40, 3), (70, 0)), "width": 24},
+        {"window": WINDOW, "groups": 3, "calls": ((40, 3), (70, 0)), "start": 240},
     ],
-    ids=["a ring, sinks", "a ring, softcap", "a chunk", "softcap, sinks, codes", "one part, sinks"],
+    ids=[
+        "a ring, sinks",
+        "a ring, softcap",
+        "a chunk",
+        "softcap, sinks, codes",
+        "one part, sinks",
+        "a prefill, codes",
+        "a prefill, a ring",
+    ],
 )
 def test_the_attention_kernels_have_windows_softcaps_sinks_and_codes(case):
     assert_equals_eager(**case)
@@ -175,6 +198,10 @@ def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window, int
         rest = keys, values, begins, last, counters(), 0.25, window or SLOTS
         for divided in (0, 16):
             assert_equal(by_interpreter(given_now[0], *rest, divided, 0.0, None, *scales), expected)
+        # A program that takes its rows in several tiles gives the bits of one that takes them at once.
+        at_once = by_interpreter(given_now[0], *rest, 0, 0.0, None, *scales, BLOCK_M=128)
+        for tiles in ({"ROWS": 32, "BLOCK_M": 128}, {"ROWS": 64, "BLOCK_M": 128}, {"BLOCK_M": 32}):
+            assert torch.equal(by_interpreter(given_now[0], *rest, 0, 0.0, None, *scales, **tiles), at_once)
 
 
 @pytest.mark.first(2)
@@ -202,13 +229,13 @@ def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
 
     first, last = (each[-rows:] for each in rest[2:4])
     keys = 128 if rest[6] > 10000 else 16
-    with interpreted(kernels):
-        both = Kept(), kernels._attention_sum_kernel
+    with interpreted(kernels, attention_sums, attention_chunk):
+        both = Kept(), kernels.attention_sum_kernel
         out = kernels.launch(both, query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=keys)
     assert not kept["arrived"].any()
-    chunk, doublings, count = kernels.division(rest[6], rest[0].shape[2], 2)
+    chunk, doublings, count = attention_sums.division(rest[6], rest[0].shape[2], 2)
     if doublings >= 0:  # the others wrote nothing
-        count = chunks(int(last[-1]) + 1, chunk, kernels.MOST_PARTS)
+        count = chunks(int(last[-1]) + 1, chunk, attention_sums.MOST_PARTS)
     parts, stats = (kept[name][: count * rows].unflatten(0, (-1, rows)) for name in ("parts", "stats"))
     return torch.where(stats[..., 1:] > 0, parts, 0), stats, out
 
@@ -308,6 +335,8 @@ def test_attention_splits_positions_for_few_rows_and_never_narrows_dynamic_lengt
 
     def launched(*given: Any) -> Tensor:
         seen.append(given[8])
+        if not given[8]:
+            return of_a_chunk(MagicMock(), *given)
         return kernels.launch((MagicMock(), MagicMock()), *given)
 
     def exported() -> dict[str, str]:
@@ -323,7 +352,7 @@ def compiled(
     arch: str, width: int, groups: int, divided: int, config: triton.Config, **more
 ) -> triton.compiler.CompiledKernel:
     """Compile the kernel with norms and rotation. ``more`` are constants for its other parts."""
-    chunk, doublings, _ = kernels.division(4096, 4096, groups)
+    chunk, doublings, _ = attention_sums.division(4096, 4096, groups)
     heads, begins = 8 * groups * width, ("Q_AT", "K_AT", "V_AT")
     rows = kernels.rows_of_tile(groups, divided, width)
     constants = dict(
@@ -375,3 +404,33 @@ def test_attention_kernels_do_not_spill_and_prefetch_after_new_keys_are_written(
     ptx = kernel.asm["ptx"]
     assert "mma.sync" in ptx and "cp.async.cg.shared.global" in ptx
     assert faults(ptx, dict(enumerate(kernels._attention_kernel.arg_names))) == []  # barriers before what others wrote
+
+
+@pytest.mark.first(2)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it is Triton's target")
+@pytest.mark.parametrize(
+    ("width", "codes", "most"),
+    [(512, False, 2700), (256, False, 700), (64, False, 440), (128, False, 550), (512, True, 6100), (256, True, 1300)],
+)
+def test_with_wgmma_a_chunk_fits_spills_nothing_and_waits_once_for_each_product(width, codes, most, tmp_path):
+    """``most`` bounds the issue slots of a scheduler for 64 rows and 64 keys; code without ``wgmma`` takes 490 to
+    4,500."""
+    program = attention_chunk.wgmma_program(width, codes)
+    warps, stages, rows = (program.pop(name) for name in ("num_warps", "num_stages", "BLOCK_M"))
+    constants = {
+        "KV_HEADS": 4,
+        "GROUPS": 8,
+        "D": width,
+        "SLOTS": 4096,
+        "SCALE": 0.1,
+        "SOFTCAP": 0.0,
+        "HAS_SINKS": False,
+    }
+    constants |= {"CODES": codes, "BLOCK_D": width, "BLOCK_M": rows, "ROWS": rows, "PLAIN_ROWS": 0, **program}
+    cache, scale = ("*i8", "*fp32") if codes else ("*bf16", "*bf16")
+    types = ["*bf16", cache, cache, "*i64", "*i64", "*bf16", "*bf16", scale, scale, "i32"]
+    found = usage_of(attention_chunk._attention_chunk_kernel, types, constants, 90, tmp_path, warps, stages=stages)
+    assert found.stack == 0 and BY_ARCH["sm_90"].resident(found.registers, found.shared, 32 * warps) >= 1
+    assert "HGMMA" in found.loop and "HMMA" not in found.loop
+    assert found.loop.count("WARPGROUP") <= 4  # ptxas would wait for each instruction if it saw another use of the sums
+    assert len(found.loop) * warps / 4 * (64 * 64) / (rows * program["BLOCK_N"]) <= most

@@ -185,7 +185,7 @@ TYPES = ["*bf16", "*u8", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16",
 def test_two_programs_of_the_int4_product_fit_and_do_not_spill(arch, divided, tmp_path):
     constants = {"N0": 8192, "N1": 4096, "N2": 4096, "K": 5376, "G": 32, "BLOCK_M": large_m.ROWS}
     constants |= {"BLOCK_N": large_m.TILE, "BLOCK_K": large_m.BLOCK_K, "STAGES": large_m.STAGES}
-    constants |= {"DIVIDED": divided, "ROWS": large_m.ROWS}
+    constants |= {"DIVIDED": divided, "ROWS": large_m.ROWS, "PLAIN_ROWS": 0}
     found = usage(int4_matmul._int4_matmul_kernel, TYPES, constants, arch, tmp_path, large_m.WARPS)
     assert found.stack == 0 and found.registers <= 255
     assert 2 * (found.shared + 1024) <= SHARED
@@ -205,6 +205,7 @@ def test_with_wgmma_128_rows_fit_and_no_product_is_waited_for_alone(divided, tmp
     """ptxas waits behind every wgmma, 8 of them, where a path leads past the loop."""
     constants = {"N0": 8192, "N1": 4096, "N2": 4096, "K": 5376, "G": 32} | large_m.PROGRAM
     constants |= {"BLOCK_M": large_m.WGMMA_ROWS, "ROWS": large_m.WGMMA_ROWS, "DIVIDED": divided}
+    constants["PLAIN_ROWS"] = large_m.ROWS
     warps = constants.pop("num_warps")
     found = usage(int4_matmul._int4_matmul_kernel, TYPES, constants, 90, tmp_path, warps)
     assert found.stack == 0 and BY_ARCH["sm_90"].resident(found.registers, found.shared, 32 * warps) == 2

@@ -69,8 +69,8 @@ ARRIVING = {
 }
 """The ways to take the counter of a tile wrongly."""
 UNCOUNTED = ("attention", "attention in one part", "attention, a window in one part", "experts", "int8 experts")
-UNCOUNTED += ("attention of a product", "attention of a product, codes", "recurrent rows", "recurrent chunk")
-UNCOUNTED += ("rows of Mamba 2", "chunk of Mamba 2", "rows of Kimi", "chunk of Kimi")
+UNCOUNTED += ("attention of a chunk", "attention of a product", "attention of a product, codes", "recurrent rows")
+UNCOUNTED += ("recurrent chunk", "rows of Mamba 2", "chunk of Mamba 2", "rows of Kimi", "chunk of Kimi")
 """Launches in which no program waits for others to arrive."""
 DIVIDED = [name for name in SMALL if name not in UNCOUNTED]
 READS = r"tl\.load\((PARTS|STATS|sums) "

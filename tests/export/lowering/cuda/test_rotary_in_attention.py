@@ -25,6 +25,7 @@ from eagle3.export.lowering.cuda.graph.attention import CudaAttention
 from eagle3.export.lowering.cuda.graph.dispatch import shared_counters
 from eagle3.export.lowering.cuda.graph.rotations import rotate_in_attention
 from eagle3.export.lowering.cuda.kernels import attention as kernels
+from eagle3.export.lowering.cuda.kernels import attention_chunk, attention_sums
 from eagle3.export.lowering.cuda.kernels import heads as helpers
 from eagle3.export.lowering.cuda.kernels.attention_of_product import attention_of_product
 from eagle3.export.lowering.cuda.kernels.bf16 import bf16_small_m
@@ -52,10 +53,13 @@ class Alone:
 
         caches, now = self.now[:2], self.now[2:] or (None, None)
         given_now = self.query, *caches, first, last, counters(), scale, longest, 16, 0.0, None, *now
-        with interpreted(kernels, helpers), patch.object(interpreter.interpreter_builder, "set_grid_idx", begin_alone):
+        with (
+            interpreted(kernels, attention_chunk, attention_sums, helpers),
+            patch.object(interpreter.interpreter_builder, "set_grid_idx", begin_alone),
+        ):
             product = kernels.Product(product, *made)
             self.out = kernels.launch(
-                (kernels._attention_kernel, kernels._attention_sum_kernel), *given_now, product, BLOCK_N=keys_a_block
+                (kernels._attention_kernel, kernels.attention_sum_kernel), *given_now, product, BLOCK_N=keys_a_block
             )
         self.collect()
         self.keys, self.values, *self.scales = self.written

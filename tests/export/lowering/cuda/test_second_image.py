@@ -16,29 +16,45 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from matmul_parts import Int4Linear
 from small_m_weights import activations
 from torch._inductor import config as inductor
+from torch._inductor.runtime.hints import HeuristicType
 from torch.export import Dim, export
 from triton import Config
+from triton.runtime.errors import OutOfResources
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.kernels import large_m, sums
+from eagle3.export.lowering.cuda.kernels.attention import attention
 from eagle3.export.lowering.cuda.named_gpu import named_gpu, second_image
 from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages, own_config, plain_config, shared_by_both
 from eagle3.runner.artifact.cuda_library import fatbin_entries, preferred, read_library
 from eagle3.runner.contract import TARGET_VERIFY
-from eagle3.runner.hardware.gpus import BY_ARCH, GPUS
+from eagle3.runner.hardware.gpus import BY_ARCH, GPUS, Gpu
 from eagle3.runner.inspect.cost import bound
 from eagle3.runner.inspect.machine_code.barriers import faults
 from eagle3.runner.inspect.machine_code.sass import disassembler, images, read_codes, read_usages
 
-ROWS = 512
+ROWS, WIDTH, SLOTS, OUTPUTS = 512, 2048, 4096, 5376
+
+
+class Layer(torch.nn.Module):
+    """An INT4 linear, a bfloat16 one and attention with heads of 512, all of the same rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.int4 = Int4Linear(256, WIDTH)
+        self.linear = torch.nn.Linear(WIDTH, OUTPUTS, bias=False, dtype=torch.bfloat16)
+        self.register_buffer("cache", torch.zeros(1, 1, SLOTS, 512).bfloat16())
+
+    def forward(self, x, last):
+        given = torch.zeros_like(last), last, self.int4.arrived, 0.1, SLOTS, 0
+        return self.int4(x), self.linear(x), attention(x.view(1, x.shape[0], -1, 512), self.cache, self.cache, *given)
 
 
 def lowered(arch: str) -> tuple[dict, dict[str, bytes]]:
-    """Return the recorded launches of a linear of many rows, and its kernels' fatbins."""
-    program = export(
-        Int4Linear(256, 1024), (activations(100, 1024),), dynamic_shapes=({0: Dim("rows", min=33, max=1024)},)
-    )
+    """Return the recorded launches of a layer of many rows, and its kernels' fatbins."""
+    rows = {0: Dim("rows", min=33, max=1024)}
+    program = export(Layer(), (activations(ROWS, WIDTH), torch.arange(ROWS)), dynamic_shapes=(rows, rows))
     specs = [CudaBackend.generate_method_name_compile_spec("prefill"), CompileSpec("low_memory_mode", b"ON")]
     rows = {"prefill": ROWS}
     gpu = named_gpu(arch), sums.made_for_named(arch)
@@ -56,10 +72,25 @@ def on_hopper():
     return lowered("sm_90")
 
 
+INT4, TEMPLATE, ATTENTION = KINDS = "_int4_matmul_kernel", "triton_tem", "_attention_chunk_kernel"
+
+
 @pytest.fixture(scope="module")
-def fatbin(on_hopper) -> bytes:
-    (found,) = on_hopper[1].values()
-    return found
+def entries(on_hopper) -> dict[str, dict]:
+    """The recorded launches by the beginning of their kernels' names."""
+    launches = on_hopper[0]["prefill"]["launches"]
+    named = {name: [each for each in launches if each["kernel"].startswith(name)] for name in KINDS}
+    return {name: entry for name, (entry,) in named.items()}
+
+
+@pytest.fixture(scope="module")
+def fatbins(on_hopper, entries) -> dict[str, bytes]:
+    return {name: on_hopper[1][entry["kernel"]] for name, entry in entries.items()}
+
+
+@pytest.fixture(scope="module")
+def fatbin(fatbins) -> bytes:
+    return fatbins[INT4]
 
 
 def printed(fatbin: bytes, folder, form: str) -> str:
@@ -68,12 +99,19 @@ def printed(fatbin: bytes, folder, form: str) -> str:
     return subprocess.run([disassembler(), form, file], capture_output=True, text=True, check=True).stdout
 
 
-def test_the_fatbin_of_a_linear_has_both_images_and_wgmma_in_one_of_them(fatbin, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fatbin_has_both_images_and_wgmma_in_one_of_them(fatbins, kind, tmp_path):
+    fatbin = fatbins[kind]
     assert list(fatbin_entries(fatbin)) == [("sass", "sm_90"), ("ptx", "sm_90"), ("sass", "sm_90a"), ("ptx", "sm_90a")]
     codes = images(printed(fatbin, tmp_path, "-sass"), "elf")
     assert "HMMA.16816" in codes["sm_90"] and "HGMMA" not in codes["sm_90"]
-    assert "HGMMA.64x128x16" in codes["sm_90a"] and not re.search(r"\bHMMA", codes["sm_90a"])
-    # The decoded weights are an operand in registers, the rows of x one in shared memory.
+    assert "HGMMA.64x" in codes["sm_90a"] and not re.search(r"\bHMMA", codes["sm_90a"])
+    assert all(read_codes([fatbin], capability)[fatbin].spill_bytes == 0 for capability in ((8, 9), (9, 0)))
+
+
+def test_the_decoded_weights_are_an_operand_in_registers(fatbin, tmp_path):
+    codes = images(printed(fatbin, tmp_path, "-sass"), "elf")
+    # The rows of x are one in shared memory.
     operands = re.findall(r"HGMMA\.64x128x16\.F32\.BF16 R\d+, (\w+), (\w+)\[", codes["sm_90a"])
     assert len(operands) == 8 and all(a.startswith("R") and x == "gdesc" for a, x in operands)
 
@@ -93,23 +131,52 @@ def test_the_second_image_waits_once_for_each_dot_and_spills_no_registers(fatbin
     assert min(loop.instructions for loop in plain.loops if loop.multiply_adds) * 128 / weights <= 7.2
 
 
-def test_the_host_passes_the_larger_shared_memory_and_two_programs_fit(on_hopper, fatbin):
-    (launch,) = on_hopper[0]["prefill"]["launches"]
+def test_the_host_passes_the_larger_shared_memory_and_two_programs_fit(entries):
+    launch = entries[INT4]
     x, words = 128 * 64 * 2 * large_m.STAGES, 128 * 8 * 4 * (large_m.STAGES - 1)
     assert launch["grid"][:2] == (ROWS // 128, 2) and launch["threads"] == 128
     assert launch["shared_bytes"] >= x + words  # of the second image; the plain one takes half of the rows at a time
     assert GPUS["H200"].resident(255, launch["shared_bytes"], launch["threads"]) == 2
 
 
-def test_the_cost_is_that_of_the_code_that_the_gpu_runs(on_hopper, fatbin):
-    (launches, kernels), gpus = on_hopper, [GPUS[name] for name in ("H100", "H200", "B200")]
-    launches, kernels = {TARGET_VERIFY: launches["prefill"]}, {TARGET_VERIFY: kernels}
-    (kernel,) = bound.cost(launches, kernels, gpus, 1)["methods"][TARGET_VERIFY]["kernels"]
-    flops = ROWS * 256 * 1024
+TOKENS = 1024
+
+
+def counted(on_hopper, entries: dict[str, dict], gpus: list[Gpu]) -> dict[str, dict]:
+    """Return the figures of kernels with a context of ``TOKENS``, by the beginning of their names."""
+    launches = {TARGET_VERIFY: on_hopper[0]["prefill"] | {"launches": list(entries.values())}}
+    context = bound.Context(TOKENS, SLOTS) if ATTENTION in entries else bound.NO_CONTEXT
+    found = bound.cost(launches, {TARGET_VERIFY: on_hopper[1]}, gpus, 1, context)["methods"][TARGET_VERIFY]["kernels"]
+    return dict(zip(entries, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def kernels(on_hopper, entries) -> dict[str, dict]:
+    return counted(on_hopper, entries, [GPUS[name] for name in ("H100", "H200", "B200")])
+
+
+def test_the_cost_of_attention_and_templates_is_that_of_the_code_that_the_gpu_runs(kernels, entries):
+    hopper, blackwell = GPUS["H200"], GPUS["B200"]
+    for gpu, rate in ((hopper, 2048), (blackwell, 4096)):
+        cycles = gpu.multiprocessors * rate * gpu.clock
+        assert kernels[TEMPLATE]["seconds"][gpu.name]["tensor"] == pytest.approx(ROWS * OUTPUTS * WIDTH / cycles)
+        # Each of the two groups of warps multiplies all queries by the keys, and one half of the values by weights.
+        multiply_adds = ROWS * (WIDTH // 512) * TOKENS * (2 + 1) * 512
+        assert kernels[ATTENTION]["seconds"][gpu.name]["tensor"] == pytest.approx(multiply_adds / cycles)
+    # Of 2,048 rows of all heads a program takes 64, at once with wgmma and 32 at a time without.
+    assert entries[ATTENTION]["grid"] == (ROWS * (WIDTH // 512) // 64, 1, 1) and entries[ATTENTION]["threads"] == 256
+    times = kernels[ATTENTION]["seconds"]
+    own, plain = (times[gpu.name]["issue"] * gpu.multiprocessors * gpu.clock for gpu in (hopper, blackwell))
+    assert own < 0.65 * plain
+
+
+def test_the_cost_is_that_of_the_code_that_the_gpu_runs(on_hopper, kernels, entries, fatbin):
+    gpus, kernel = [GPUS[name] for name in ("H100", "H200", "B200")], kernels[INT4]
+    flops = ROWS * 256 * WIDTH
     for gpu, rate in ((gpus[0], 2048), (gpus[1], 2048), (gpus[2], 4096)):
         assert kernel["seconds"][gpu.name]["tensor"] == pytest.approx(flops / (gpu.multiprocessors * rate * gpu.clock))
     assert kernel["loop"]["warp_group"] and kernel["registers"] == read_codes([fatbin], (9, 0))[fatbin].registers
-    (alone,) = bound.cost(launches, kernels, gpus[2:], 1)["methods"][TARGET_VERIFY]["kernels"]
+    alone = counted(on_hopper, {INT4: entries[INT4]}, gpus[2:])[INT4]
     assert alone["seconds"]["B200"] == kernel["seconds"]["B200"] and not alone["loop"]["warp_group"]
     # Without wgmma, Hopper's tensor cores are slower.
     plain = bound.Issued(0, 0, 1e9, False)
@@ -130,18 +197,24 @@ def test_the_barriers_of_both_images_are_checked(fatbin):
     assert missing != sources[1] and faults(missing)
 
 
-def test_matmuls_of_128_rows_for_sm_90_alone_get_a_second_image():
-    many, other = (SimpleNamespace(triton_meta={"constants": found}) for found in ({"ROWS": 128}, {"BLOCK_M": 64}))
-    assert SecondImages(BY_ARCH["sm_90"], None).wanted(many)
-    assert not SecondImages(BY_ARCH["sm_90"], None).wanted(other)
+def test_kernels_of_many_rows_and_templates_for_sm_90_alone_get_a_second_image():
+    many, few, other = (
+        SimpleNamespace(triton_meta={"constants": found}, heuristic_type=HeuristicType.USER_AUTOTUNE)
+        for found in ({"ROWS": 128, "PLAIN_ROWS": 64}, {"ROWS": 64, "PLAIN_ROWS": 0}, {"BLOCK_M": 64})
+    )
+    template = SimpleNamespace(triton_meta={"constants": {}}, heuristic_type=HeuristicType.TEMPLATE)
+    on_hopper = SecondImages(BY_ARCH["sm_90"], None)
+    assert on_hopper.wanted(many) and on_hopper.wanted(template)
+    assert not on_hopper.wanted(few) and not on_hopper.wanted(other)
     for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"):
-        assert not SecondImages(BY_ARCH[arch], None).wanted(many)
+        assert not any(SecondImages(BY_ARCH[arch], None).wanted(each) for each in (many, template))
 
 
 def test_the_plain_image_takes_64_rows_at_a_time_and_the_second_one_all():
     config = Config({"STAGES": 4}, num_warps=4, maxnreg=168)
-    plain = plain_config(config)
+    plain = plain_config(config, 64)
     own = own_config(plain)
+    assert plain_config(config, 0) is config
     assert plain.kwargs == {"STAGES": 4, "ROWS": 64} and config.kwargs == own.kwargs == {"STAGES": 4}
     assert own.maxnreg is None and plain.maxnreg == 168 and own.num_warps == 4
 
@@ -172,23 +245,28 @@ def test_two_images_that_one_host_cannot_launch_are_refused():
             shared_by_both(kernel(), kernel(ptx))
 
 
-def added(own: SimpleNamespace, monkeypatch, spills: int = 0) -> tuple[SimpleNamespace, SecondImages]:
-    """Add ``own`` to a plain kernel; return the latter, and the images."""
+def added(own: SimpleNamespace | None, monkeypatch, spills: int = 0) -> tuple[SimpleNamespace, SecondImages]:
+    """Add ``own`` to a plain kernel; return the latter, and the images. Of None Triton says that it does not fit."""
     monkeypatch.setattr(second_image, "usage", lambda cubin: (255, spills))
     found, plain = SecondImages(BY_ARCH["sm_90"], nullcontext), kernel(cubin=b"plain")
-    autotuner = SimpleNamespace(_precompile_config=lambda config: SimpleNamespace(kernel=own))
+
+    def compiled(_config: Config) -> SimpleNamespace:
+        if own is None:
+            raise OutOfResources(240_000, BY_ARCH["sm_90"].shared_memory_per_block, "shared memory")
+        return SimpleNamespace(kernel=own)
+
+    autotuner = SimpleNamespace(_precompile_config=compiled)
     found.add(autotuner, SimpleNamespace(kernel=plain), Config({}))
     return plain, found
 
 
-def test_an_image_without_wgmma_or_with_spills_is_left_out_and_one_that_does_not_fit_refused(monkeypatch):
+def test_an_image_without_wgmma_with_spills_or_that_does_not_fit_is_left_out(monkeypatch):
     plain, found = added(kernel(shared=80_000), monkeypatch)
     assert plain.metadata.shared == 80_000 and len(found.known) == 1
-    for own, spills in ((kernel(PTX.replace("wgmma", "mma"), shared=80_000), 0), (kernel(shared=80_000), 8)):
+    without = kernel(PTX.replace("wgmma", "mma"), shared=80_000)
+    for own, spills in ((without, 0), (kernel(shared=80_000), 8), (kernel(shared=240_000), 0), (None, 0)):
         plain, found = added(own, monkeypatch, spills)
         assert plain.metadata.shared == 40_000 and not found.known
-    with pytest.raises(ValueError, match="k for sm_90a takes 240000 bytes of shared memory, H100 has 232448"):
-        added(kernel(shared=240_000), monkeypatch)
 
 
 def test_the_image_is_packed_with_its_kernel_alone(monkeypatch, tmp_path):
