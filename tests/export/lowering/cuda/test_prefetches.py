@@ -11,7 +11,7 @@ import triton.language as tl
 from commands import fail_command
 from cuda_lowered import lowered
 from records_models import Mlp, linear, tiles, traced
-from small_m_weights import activations, int4_weight
+from small_m_weights import activations, int4_weight, int8_weight
 from torch import Tensor, nn
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.codecache import CudaKernelParamCache
@@ -117,6 +117,26 @@ def test_matmuls_over_records_and_bfloat16_ask_for_each_others_weights(tmp_path)
     assert any(node.target is torch.ops.aten.embedding.default for node in found[3].args[1].users)
     assert [node.kwargs.get("early", False) for node in found] == [True, True, False, True, True]
     assert torch.equal(program.module()(x), expected)
+
+
+class BeforeInt8(nn.Module):
+    """A product over bfloat16 and one over INT8."""
+
+    def __init__(self):
+        super().__init__()
+        weights = weight_of(256, 256, False), *int8_weight(64, 256, 32)
+        self.weights = nn.ParameterList(nn.Parameter(each, requires_grad=False) for each in weights)
+        self.register_buffer("arrived", sums.counters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        dense, *int8 = self.weights
+        return small_m.int8_small_m(bf16.bf16_small_m(x, dense, self.arrived), *int8, self.arrived)
+
+
+def test_a_weight_of_another_kind_is_not_asked_for():
+    program = torch.export.export(BeforeInt8(), (activations(3, 256),), strict=False)
+    assert prefetch_weights(program, True) == 0
+    assert [node.kwargs.get("early", False) for node in program.graph.nodes if "small_m" in node.name] == [True, False]
 
 
 class Round(nn.Module):
