@@ -65,6 +65,20 @@ def early_with_its_output(W, X, OUT, BLOCK: tl.constexpr):
     tl.extra.cuda.gdc_wait()
 
 
+def early_with_lanes_of_both(W, X, OUT, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    places = tl.where(at < 40, (W + at).to(tl.uint64), (X + at).to(tl.uint64))
+    value = tl.load(places.to(tl.pointer_type(tl.float32)))
+    tl.extra.cuda.gdc_wait()
+    tl.store(OUT + at, value)
+
+
+def copy_to_both(X, ONE, TWO, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    places = tl.where(at < 40, (ONE + at).to(tl.uint64), (TWO + at).to(tl.uint64))
+    tl.store(places.to(tl.pointer_type(tl.float32)), tl.load(X + at))
+
+
 def early_without_a_wait(W, X, OUT, BLOCK: tl.constexpr):
     tl.load(W + tl.arange(0, BLOCK))
 
@@ -78,6 +92,22 @@ def asks(RECORDS, X, NEXT, OUT, BLOCK: tl.constexpr, OF_NEXT: tl.constexpr):
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [NEXT.to(tl.uint64), OF_NEXT],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+def asks_beside_w(W, X, NEXT, OUT, BLOCK: tl.constexpr, OF_NEXT: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.extra.cuda.gdc_wait()
+    tl.store(OUT + at, tl.load(W + at) * tl.load(X + at))
+    each = NEXT.to(tl.uint64) + tl.arange(0, OF_NEXT // 16).to(tl.uint64) * 16
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [each, 16],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+def own_small_m_kernel(Q, X, OUT, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(OUT + at, tl.load(Q + at) * tl.load(X + at))
 
 
 def asks_before_it_waits(RECORDS, X, NEXT, OUT, BLOCK: tl.constexpr, OF_NEXT: tl.constexpr):
@@ -113,8 +143,13 @@ SIGNATURES: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {
     "arrive_and_leave": (arrive_and_leave, {"ARRIVED": "*i32", "OUT": "*i32", "programs": "i32"}, {}),
     **{
         function.__name__: (function, {"W": "*fp32", "X": "*fp32", "OUT": "*fp32"}, {"BLOCK": 64})
-        for function in (early, early_with_its_input, early_with_its_output, early_without_a_wait)
+        for function in (
+            early, early_with_its_input, early_with_its_output, early_with_lanes_of_both, early_without_a_wait,
+        )
     },
+    "copy_to_both": (copy_to_both, dict.fromkeys(("X", "ONE", "TWO"), "*fp32"), {"BLOCK": 64}),
+    "own_small_m_kernel": (own_small_m_kernel, dict.fromkeys(("Q", "X", "OUT"), "*fp32"), {"BLOCK": 64}),
+    "asks_beside_w": (asks_beside_w, dict.fromkeys(("W", "X", "NEXT", "OUT"), "*fp32"), {"BLOCK": 64, "OF_NEXT": 256}),
     **{
         function.__name__: (
             function, dict.fromkeys(("RECORDS", "X", "NEXT", "OUT"), "*fp32"), {"BLOCK": 64, "OF_NEXT": size},

@@ -1,7 +1,8 @@
 """Puts faults into gemma4-tiny's CUDA artifact, its kernels and the runner, one at a time, and prints the error of
 each.
 
-python tests/helpers/stand_in_artifact_faults.py ARTIFACT      JSON: maps each fault to the error raised, "" for none
+python tests/helpers/stand_in_artifact_faults.py ARTIFACT        JSON: maps each fault to the error raised, "" for none
+python tests/helpers/stand_in_artifact_faults.py ARTIFACT early  the same for faults of launches that begin early
 """
 
 import os
@@ -21,15 +22,21 @@ from interpreted_artifact import looked_at
 from stand_in_driver import A100, H100, Device
 from stand_in_sessions import Sessions, stderr
 
-from eagle3.runner.contract import DRAFT_DECODE
+from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
 from eagle3.runner.hosts import torch_host, torch_host_checks
 from eagle3.runner.hosts.torch_host import TorchSession
 
 FAULTS: dict[str, Callable[[Sessions], None]] = {}
+EARLY_FAULTS: dict[str, Callable[[Sessions], None]] = {}
 
 
 def fault(function: Callable[[Sessions], None]) -> Callable[[Sessions], None]:
     FAULTS[function.__name__] = function
+    return function
+
+
+def early_fault(function: Callable[[Sessions], None]) -> Callable[[Sessions], None]:
+    EARLY_FAULTS[function.__name__] = function
     return function
 
 
@@ -41,6 +48,11 @@ def draft(sessions: Sessions, session: TorchSession) -> None:
     """Run a draft step of one row at position 0."""
     feature = torch.ones(1, 1, sessions.feature_width(), dtype=torch.bfloat16)
     session._call(DRAFT_DECODE, torch.ones(1, 1, dtype=torch.long), feature, session.positions[:1])
+
+
+def verify(sessions: Sessions, session: TorchSession) -> None:
+    """Verify a window of two rows from position 0 on."""
+    session._call(TARGET_VERIFY, torch.ones(1, 2, dtype=torch.long), session.positions[:2])
 
 
 @contextmanager
@@ -183,6 +195,67 @@ def too_little_memory(sessions: Sessions) -> None:
     opened(sessions)
 
 
+# --- launches that begin early
+
+WAIT = "tl.extra.cuda.gdc_wait()"
+RECORDS, BF16 = "int4_records_small_m", "_bf16_small_m"
+
+
+def with_early_fault(sessions: Sessions, call: Callable, name: str, before: str, after: str) -> None:
+    with computing(sessions), written(sessions, name, before, after):
+        call(sessions, opened(sessions, graphs=False))
+
+
+@early_fault
+def records_without_a_wait(sessions: Sessions) -> None:
+    with_early_fault(sessions, verify, RECORDS, WAIT, "pass")
+
+
+@early_fault
+def bfloat16_without_a_wait(sessions: Sessions) -> None:
+    with_early_fault(sessions, draft, BF16, WAIT, "pass")
+
+
+@early_fault
+def inductors_kernel_without_a_wait(sessions: Sessions) -> None:
+    with_early_fault(sessions, draft, "triton_", WAIT, "pass")
+
+
+@early_fault
+def records_load_their_input_before_the_wait(sessions: Sessions) -> None:
+    with_early_fault(sessions, verify, RECORDS, WAIT, f"tl.load(X + x_at); {WAIT}")
+
+
+@early_fault
+def bfloat16_loads_its_input_before_the_wait(sessions: Sessions) -> None:
+    with_early_fault(sessions, draft, BF16, WAIT, f"tl.load(X + x_at, mask=m[None, None, :] < M, other=0); {WAIT}")
+
+
+@early_fault
+def bfloat16_counts_before_the_wait(sessions: Sessions) -> None:
+    with_early_fault(sessions, draft, BF16, WAIT, f"tl.atomic_add(ARRIVED, 0); {WAIT}")
+
+
+@early_fault
+def bfloat16_asks_for_its_input_before_the_wait(sessions: Sessions) -> None:
+    with_early_fault(sessions, draft, BF16, WAIT, f"ask_l2(X, 16); {WAIT}")
+
+
+@early_fault
+def bfloat16_asks_past_the_end_of_its_weight(sessions: Sessions) -> None:
+    with_early_fault(sessions, draft, BF16, "tl.minimum(each // 2, N - 1 - n0)", "(each // 2 + 1)")
+
+
+@early_fault
+def records_ask_for_the_next_weight_past_its_end(sessions: Sessions) -> None:
+    with_early_fault(sessions, verify, RECORDS, "pid.to(tl.uint64) * OF_NEXT", "(pid.to(tl.uint64) + 1) * OF_NEXT")
+
+
+@early_fault
+def right_with_its_weight_loaded_before_the_wait(sessions: Sessions) -> None:
+    with_early_fault(sessions, draft, BF16, WAIT, f"tl.load(W + w_at); {WAIT}")
+
+
 def said(sessions: Sessions, function: Callable[[Sessions], None]) -> str:
     text = ""
     with stderr() as read:
@@ -198,13 +271,13 @@ def said(sessions: Sessions, function: Callable[[Sessions], None]) -> str:
         sessions.machine.placed = {}
 
 
-def main(artifact: Path) -> None:
+def main(artifact: Path, faults: dict[str, Callable[[Sessions], None]]) -> None:
     torch.set_num_threads(1)
     sessions = Sessions(artifact)
     sessions.machine.kernels.computes = False
     with sessions.machine.running():
-        click.echo(json.dumps({name: said(sessions, function) for name, function in FAULTS.items()}))
+        click.echo(json.dumps({name: said(sessions, function) for name, function in faults.items()}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), EARLY_FAULTS if sys.argv[2:] == ["early"] else FAULTS)

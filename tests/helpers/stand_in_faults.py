@@ -150,6 +150,19 @@ def output_written_before_the_wait() -> None:
 
 
 @fault
+def input_read_before_the_wait_by_some_lanes() -> None:
+    early_behind_another("early_with_lanes_of_both")
+
+
+@fault
+def input_written_by_some_lanes_and_read_before_the_wait() -> None:
+    given, one, two, out = on_device(*range(64)), fresh(64), fresh(64), fresh(64)
+    launch("copy_to_both", given.data_ptr(), one.data_ptr(), two.data_ptr())
+    launch("early_with_its_input", given.data_ptr(), two.data_ptr(), out.data_ptr(), attributes=EARLY)
+    torch.cuda.synchronize()
+
+
+@fault
 def early_launch_without_a_wait() -> None:
     early_behind_another("early_without_a_wait")
 
@@ -189,6 +202,8 @@ def right_prefetches() -> None:
     for name in ("asks", "asks_before_it_waits"):
         assert asking(name, one, two.data_ptr()).tolist() == [2 * (each + 1) for each in range(64)]
         assert asking(name, two, one.data_ptr()).tolist() == [3 * (each + 1) for each in range(64)]
+    assert asking("asks_beside_w", one, two.data_ptr()).tolist() == [2 * (each + 1) for each in range(64)]
+    assert asking("asks", two, one.data_ptr()).tolist() == [3 * (each + 1) for each in range(64)]
     asking("asks", one)  # after the wait, what a launch has written may be asked for
 
 
@@ -218,6 +233,27 @@ def next_weight_of_the_wrong_matmul() -> None:
     one, two, three = (on_device(*[each] * 64) for each in (2.0, 3.0, 4.0))
     asking("asks", one, two.data_ptr())
     asking("asks", three, one.data_ptr())
+
+
+@fault
+def prefetch_past_the_end_by_one_thread() -> None:
+    one, two = on_device(*[2.0] * 64), on_device(*[3.0] * 64)
+    asking("asks_beside_w", one, two.data_ptr() + 16)
+
+
+@fault
+def next_weight_of_the_wrong_matmul_in_bfloat16() -> None:
+    one, two, three = (on_device(*[each] * 64) for each in (2.0, 3.0, 4.0))
+    asking("asks", one, two.data_ptr())
+    asking("asks_beside_w", three, one.data_ptr())
+
+
+@fault
+def next_weight_behind_a_matmul_that_asks_for_nothing() -> None:
+    one, two, out = on_device(*[2.0] * 64), on_device(*[3.0] * 64), fresh(64)
+    asking("asks", one, two.data_ptr())
+    launch("own_small_m_kernel", one.data_ptr(), one.data_ptr(), out.data_ptr())
+    torch.cuda.synchronize()
 
 
 @fault

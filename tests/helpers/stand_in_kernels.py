@@ -3,8 +3,7 @@
 1. Kernels: the source of a kernel is found by its machine code, and its arguments are checked against its signature.
 2. Accesses: each load, store and atomic is checked against the allocations before it touches anything.
 3. Early launches: before a program waits for the previous launches, it may only load memory that no launch writes.
-4. Prefetches into L2: the bytes lie in one tensor, and the next launch of such a kernel reads the weight that was asked
-   for.
+4. Prefetches into L2: the bytes lie in one tensor, and the next matmul of few rows reads the weight that was asked for.
 """
 
 import ast
@@ -35,6 +34,9 @@ NUMBERS = {
     "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
     "fp32": ctypes.c_float,
 }  # fmt: skip
+FEW_ROWS, WEIGHTS = "_small_m_kernel", ("RECORDS", "W")
+"""The names of kernels for matmuls of few rows have this ending. Those that ask L2 for weights read their own from one
+of these arguments."""
 NUMPY = {"i1": bool, "fp32": np.float32} | {f"{s}{n}": f"{s}{n // 8}" for s in "iu" for n in (8, 16, 32, 64)}
 
 
@@ -141,7 +143,7 @@ class Kernels:
         self.written: set[int] = set()
         """First addresses of the allocations that launches have written to."""
         self.announced = 0
-        """The weight that the last launch over records asks L2 for, which the next one must read; 0 for none."""
+        """The weight that the last matmul of few rows asks L2 for, which the next one must read; 0 for none."""
         device.start(self._found, self._launched)
 
     def _found(self, image: int, size: int, name: bytes) -> int:
@@ -177,14 +179,23 @@ class Kernels:
         if self.waits:
             raise Wrong(FAILED, f"{self.running.kernel.name} is launched early and does not wait for what is before it")
 
-    def note_access(self, address: int, what: str) -> None:
-        """Raise Wrong for an access of an early launch that precedes its wait and may conflict with another launch."""
-        found = self.device.allocation(address)
-        home = found[0] if found else 0
-        if self.waits and (what != "reads" or home in self.written):
-            raise Wrong(FAILED, f"{what} {self.named(address)} before it waits for the launches before it")
-        if what != "reads":
-            self.written.add(home)
+    def note_access(self, addresses: np.ndarray, what: str) -> None:
+        """Raise Wrong for an access of an early launch that precedes its wait and may conflict with another launch.
+
+        Any earlier launch may still run then, not only the last one, since that one lets the next begin before it has
+        waited itself. So nothing may be written, and nothing read that any launch has written. The parts of programs
+        before their waits then commute with all launches, in any order of programs.
+        """
+        if what == "reads" and not self.waits:
+            return
+        while addresses.size:
+            address = int(addresses.min())
+            home, size, _ = self.device.allocation(address)
+            if self.waits and (what != "reads" or home in self.written):
+                raise Wrong(FAILED, f"{what} {self.named(address)} before it waits for the launches before it")
+            if what != "reads":
+                self.written.add(home)
+            addresses = addresses[addresses >= home + size]
 
     def note_prefetch(self, address: int, size: int) -> None:
         """Raise Wrong for a prefetch into L2 of bytes outside a tensor, or, before a wait, of memory that a launch
@@ -196,14 +207,15 @@ class Kernels:
             raise Wrong(FAILED, f"asks L2 for {self.named(address)} before it waits for the launches before it")
 
     def _check_announced(self, launch: Launch) -> None:
-        """Check that the launch reads the weight that the one before it asked L2 for, and note the one it asks for."""
-        if "NEXT" not in launch.pointers:
+        """Check that a matmul of few rows reads the weight that the one before it asked L2 for, and note what it asks
+        for."""
+        if FEW_ROWS not in launch.kernel.name and "OF_NEXT" not in launch.kernel.constants:
             return
-        weight = launch.pointers["RECORDS"]
+        weight = next((launch.pointers[name] for name in WEIGHTS if name in launch.pointers), 0)
         if self.announced not in (0, weight):
-            places = self.device.place(weight), self.device.place(self.announced)
-            raise Wrong(FAILED, "reads {}, where the launch before it asked L2 for {}".format(*places))
-        self.announced = launch.pointers["NEXT"] if launch.kernel.constants["OF_NEXT"] else 0
+            read, asked = self.device.place(weight) if weight else "other weights", self.device.place(self.announced)
+            raise Wrong(FAILED, f"reads {read}, where the launch before it asked L2 for {asked}")
+        self.announced = launch.pointers["NEXT"] if launch.kernel.constants.get("OF_NEXT") else 0
 
     def _check(self, launch: Launch) -> None:
         """Check that pointers point to live device memory, and that values declared divisible by 16 are divisible by
@@ -257,8 +269,7 @@ def shown(kernels: Kernels, ptrs: TensorHandle, mask: np.ndarray | None, what: s
         why = "" if code.value == ILLEGAL_ADDRESS else "not aligned, "
         address = int(places.flat[wrong])
         raise Wrong(code.value, f"{what} {bytes_of_one} bytes at {address:#x}: {why}{kernels.named(address)}")
-    if wanted.any():
-        kernels.note_access(int(places[wanted][0]), what)
+    kernels.note_access(places[wanted], what)
     return TensorHandle(instead, ptrs.dtype)
 
 

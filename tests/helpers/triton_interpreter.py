@@ -112,23 +112,27 @@ PREFETCH, AT_ONCE = "cp.async.bulk.prefetch.L2.global", 16
 
 
 class _Nothing:
-    """Stands for the result of an assembly that returns 0."""
+    """Stands for the result of an assembly that returns 0 for each element of its arguments."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape = shape
 
     def get_result(self, _place: int) -> TensorHandle:
-        return TensorHandle(np.zeros(1, np.int32), tl.int32)
+        return TensorHandle(np.zeros(self.shape, np.int32), tl.int32)
 
 
 def _inline_asm(self, asm, _constraints, values, _types, _pure, _pack) -> _Nothing:
-    """Give the assembly of ``ask_l2`` its meaning: a prefetch of a number of bytes from a pointer on. It refuses what
-    the instruction does not take, and any other assembly."""
+    """Give the assembly of ``ask_l2`` and ``ask_l2_by_all`` its meaning: a prefetch of a number of bytes from each
+    address on. It refuses what the instruction does not take, and any other assembly."""
     if PREFETCH not in asm:
         raise NotImplementedError(f"assembly without a meaning in the interpreter: {asm}")
-    pointer, size = (int(value.data.item()) for value in values)
-    assert size > 0 and size % AT_ONCE == 0, f"L2 is asked for {size} bytes, not a multiple of {AT_ONCE}"
-    assert pointer % AT_ONCE == 0, f"L2 is asked for bytes from {pointer:#x} on, not a multiple of {AT_ONCE}"
-    if noted := getattr(self, "asked_l2", None):
-        noted(pointer, size)
-    return _Nothing()
+    addresses, sizes = (value.data.ravel().tolist() for value in values)
+    for address, size in zip(addresses, sizes, strict=True):
+        assert size > 0 and size % AT_ONCE == 0, f"L2 is asked for {size} bytes, not a multiple of {AT_ONCE}"
+        assert address % AT_ONCE == 0, f"L2 is asked for bytes from {address:#x} on, not a multiple of {AT_ONCE}"
+        if noted := getattr(self, "asked_l2", None):
+            noted(address, size)
+    return _Nothing(values[0].data.shape)
 
 
 @contextmanager
@@ -136,8 +140,8 @@ def asked_of_l2() -> Iterator[list[tuple[int, int]]]:
     """Yield a list of the ranges of addresses, [first, end), that kernels ask L2 for within this context."""
     asked: list[tuple[int, int]] = []
 
-    def noted(_self, pointer: int, size: int) -> None:
-        asked.append((pointer, pointer + size))
+    def noted(_self, address: int, size: int) -> None:
+        asked.append((address, address + size))
 
     with mock.patch.object(InterpreterBuilder, "asked_l2", noted, create=True):
         yield asked
@@ -207,6 +211,35 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
                 wrapped["libdevice"] = LIBDEVICE
             stack.enter_context(mock.patch.multiple(module, **wrapped))
         yield
+
+
+@contextmanager
+def loaded_before_waits() -> Iterator[list[np.ndarray]]:
+    """Yield a list of the addresses that programs load before they wait for the kernel in front, one array per load. A
+    store before the wait, and a program that does not wait, fail an assertion."""
+    loaded, waits = [], [False]
+    place, load = InterpreterBuilder.set_grid_idx, InterpreterBuilder.create_masked_load
+    store = InterpreterBuilder.create_masked_store
+
+    def placed(self, *at: int) -> None:
+        assert not waits[0], "a program did not wait"
+        waits[0] = True
+        place(self, *at)
+
+    def noted(self, ptrs: TensorHandle, mask: TensorHandle, *rest: Any) -> TensorHandle:
+        if waits[0]:
+            loaded.append(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].ravel())
+        return load(self, ptrs, mask, *rest)
+
+    def stored(self, *given: Any) -> None:
+        assert not waits[0], "a program stored before it waited"
+        return store(self, *given)
+
+    builder = {"set_grid_idx": placed, "create_masked_load": noted, "create_masked_store": stored}
+    language = {"gdc_wait": lambda: waits.__setitem__(0, False), "gdc_launch_dependents": lambda: None}
+    with mock.patch.multiple(tl.extra.cuda, **language), mock.patch.multiple(InterpreterBuilder, **builder):
+        yield loaded
+    assert not waits[0], "a program did not wait"
 
 
 @contextmanager

@@ -92,6 +92,9 @@ def test_records_with_prefetches_and_early_launches_give_the_eager_greedy_tokens
     found = interpreted(records_artifact, [asked])
     greedy = EagerGreedy("cpu", config_of(records_artifact))
     generation = found["generations"][0]["three_methods"]
+    assert found["generations"][0]["fused_rounds"] == generation
+    facts, wrong = compare(eagerly(greedy, asked["prompt"], asked["max_new_tokens"]), found["generations"][0])
+    assert not wrong, facts
     parting = first_difference(generation["token_ids"], *greedy(asked["prompt"], asked["max_new_tokens"]))
     assert len(generation["token_ids"]) == 3 and (parting is None or parting[1] <= NEAR_TIE)
     assert found["races"] == "" and found["journal"] == [] and set(found["left"].values()) == {0}

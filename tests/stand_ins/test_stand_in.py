@@ -42,6 +42,8 @@ FAULTS = {
     # early launches
     "input_read_before_the_wait": "early_with_its_input: reads byte 0 of argument X, .* before it waits for the launch",
     "output_written_before_the_wait": "early_with_its_output: writes byte 0 of argument OUT, .* before it waits",
+    "input_read_before_the_wait_by_some_lanes": "early_with_lanes_of_both: reads byte 160 of argument X, .* before it",
+    "input_written_by_some_lanes_and_read_before_the_wait": "early_with_its_input: reads byte 0 of argument X",
     "early_launch_without_a_wait": "early_without_a_wait is launched early and does not wait for what is before it",
     "early_launch_of_a_kernel_that_knows_none": "add_one: reads byte 0 of argument X, .* before it waits",
     "early_launch_on_sm_80": "early is launched early, on sm_80",
@@ -51,6 +53,9 @@ FAULTS = {
     "prefetch_of_memory_that_is_free": "asks: argument NEXT is 0x.*, which is free",
     "prefetch_before_the_wait_of_what_a_launch_writes": "asks_before_it_waits: asks L2 for .* before it waits",
     "next_weight_of_the_wrong_matmul": "asks: reads byte 0 .*, where the launch before it asked L2 for byte 0",
+    "prefetch_past_the_end_by_one_thread": "asks_beside_w: asks L2 for 16 bytes at .*: byte 240 of argument NEXT",
+    "next_weight_of_the_wrong_matmul_in_bfloat16": "asks_beside_w: reads byte 0 .*, where the launch before",
+    "next_weight_behind_a_matmul_that_asks_for_nothing": "own_small_m_kernel: reads other weights, where the",
     "prefetch_of_24_bytes": "asks_for_24_bytes: .*L2 is asked for 24 bytes, not a multiple of 16",
     # captures
     "capture_with_a_wait": "not permitted when stream is capturing",

@@ -23,6 +23,19 @@ FAULTS = {
     "too_little_shared_memory": "bytes of shared memory",
     "too_little_memory": "out of memory|too little GPU memory",
 }
+BEFORE = "before it waits for the launches before it"
+PAST = r"asks L2 for .* bytes at .*, byte (\d+) of \1 of"  # at the end of a tensor
+EARLY_FAULTS = {
+    "records_without_a_wait": f"int4_records_small_m_kernel: reads byte .* of argument X, .* {BEFORE}",
+    "bfloat16_without_a_wait": f"_bf16_small_m_kernel: reads byte .* of argument X, .* {BEFORE}",
+    "inductors_kernel_without_a_wait": f"triton_.*: (reads|writes) byte .* {BEFORE}",
+    "records_load_their_input_before_the_wait": f"int4_records_small_m_kernel: reads byte .* argument X, .* {BEFORE}",
+    "bfloat16_loads_its_input_before_the_wait": f"_bf16_small_m_kernel: reads byte .* argument X, .* {BEFORE}",
+    "bfloat16_counts_before_the_wait": f"_bf16_small_m_kernel: changes byte 0 of argument ARRIVED, .* {BEFORE}",
+    "bfloat16_asks_for_its_input_before_the_wait": f"_bf16_small_m_kernel: asks L2 for .* argument X, .* {BEFORE}",
+    "bfloat16_asks_past_the_end_of_its_weight": f"_bf16_small_m_kernel: {PAST} speculator.draft",
+    "records_ask_for_the_next_weight_past_its_end": f"int4_records_small_m_kernel: {PAST} speculator.target",
+}
 MANY = ("allocate", "cudaMemcpyAsync", "cuLaunchKernel")
 ALL = ("cuModuleLoadData", "cuModuleGetFunction", "cuModuleUnload", "cuFuncSetAttribute", "cudaStreamSynchronize")
 SOME = (
@@ -46,6 +59,11 @@ def said(cuda_artifact):
 
 
 @pytest.fixture(scope="module")
+def said_of_early_launches(records_artifact):
+    return run("stand_in_artifact_faults.py", records_artifact, "early")
+
+
+@pytest.fixture(scope="module")
 def sessions(cuda_artifact):
     return run("stand_in_sessions.py", cuda_artifact, 100)
 
@@ -57,6 +75,18 @@ def test_each_fault_put_into_the_artifact_is_named(name, said):
 
 def test_the_artifact_without_a_fault_is_accepted(said):
     assert said["right"] == "" and said.keys() == {*FAULTS, "right"}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", EARLY_FAULTS)
+def test_each_fault_of_a_launch_that_begins_early_is_named(name, said_of_early_launches):
+    assert re.search(EARLY_FAULTS[name], said_of_early_launches[name]), said_of_early_launches[name]
+
+
+@pytest.mark.whole
+def test_a_weight_may_be_loaded_before_the_wait(said_of_early_launches):
+    right = "right_with_its_weight_loaded_before_the_wait"
+    assert said_of_early_launches[right] == "" and said_of_early_launches.keys() == {*EARLY_FAULTS, right}
 
 
 def test_a_thousand_rounds_and_a_hundred_loads_leak_nothing(sessions):

@@ -28,6 +28,8 @@ LOAD, STORE, ATOMIC = "loaded", "stored", "changed by an atomic"
 HARMLESS = ("param", "shared", "local", "const")
 MEMORY = ("ld", "st", "atom", "red", "cp", "multimem", "tensormap", "discard", "applypriority")
 ASYNC_GROUPS = ("commit_group", "wait_group", "wait_all", "mbarrier")
+INTO_L2 = ["async", "bulk", "prefetch", "L2"]
+"""A request to L2, which no thread sees."""
 FUNCTIONS = ("__assertfail", "vprintf")
 NO_BARRIER = "with no barrier on a path between them"
 OVERWRITTEN = f"stored by two threads, {NO_BARRIER}"
@@ -189,7 +191,7 @@ def access_of(instruction: Instruction) -> str | None:
     kind, *parts = instruction.parts
     if kind == "call" and not any(name in operand for operand in instruction.operands for name in FUNCTIONS):
         raise ValueError(f"PTX {instruction}: {instruction.name} {' '.join(instruction.operands)} is not supported")
-    if kind not in MEMORY or kind == "cp" and parts[1:2] and parts[1] in ASYNC_GROUPS:
+    if kind not in MEMORY or kind == "cp" and (parts[1:2] and parts[1] in ASYNC_GROUPS or parts[:4] == INTO_L2):
         return None
     copies = kind == "cp" and parts[:2] in (["async", "ca"], ["async", "cg"])
     if copies or kind == "ld" and "global" in parts:

@@ -27,7 +27,7 @@ ANALYSIS = triton_kernel_wrap.__name__ + "." + next(name for name in _NAMES if h
 tensors that are written."""
 COUNTERS = "ARRIVED"
 OF_NEXT = "OF_NEXT"
-"""The constant that only the kernel with prefetches has."""
+"""The constant that only the kernels with prefetches have."""
 PREFETCHES = (OF_NEXT, "FIRST", "AHEAD", "EARLY")
 """The constants that, if they are not 0, add instructions that no analysis of memory needs: prefetches and waits."""
 Kernel: TypeAlias = JITFunction | Autotuner
@@ -70,12 +70,13 @@ def counters_unchanged() -> Iterator[None]:
 
 @contextmanager
 def prefetches_unseen() -> Iterator[None]:
-    """Analyze the kernel of ``kernels/int4_records.py`` without its prefetches into L2, which write nothing: the
-    analysis does not know their instructions, and would take every tensor as written."""
+    """Analyze kernels without their prefetches into L2 (``kernels/l2.py``), which write nothing: the analysis does not
+    know their instructions, and would take every tensor as written."""
     analyze = original(ANALYSIS)
 
     def analyze_without(kernel: Kernel, kwargs: dict[str, Any], *rest: Any) -> object:
-        return analyze(kernel, kwargs | dict.fromkeys(PREFETCHES, 0) if OF_NEXT in kwargs else kwargs, *rest)
+        unseen = {name: 0 for name in PREFETCHES if name in kwargs and OF_NEXT in kwargs}
+        return analyze(kernel, kwargs | unseen, *rest)
 
     with replaced(ANALYSIS, analyze_without):
         yield

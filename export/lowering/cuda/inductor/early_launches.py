@@ -6,8 +6,8 @@ of programmatic stream serialization. Its programs take their places as soon as 
 started and places are free. They wait for that kernel's end (``griddepcontrol.wait``) before anything else.
 
 **Every kernel waits**, in its first statement, so that a kernel's end includes the end of all before it. A kernel that
-is called with the constant ``EARLY`` (``int4_records.py``, ``--int4-layout records-prefetched``) waits itself, after it
-has loaded weights, which no kernel writes.
+is called with the constant ``EARLY`` (``int4_records.py`` and ``bf16.py``, ``--int4-layout records-prefetched``) waits
+itself, after it has loaded weights or asked L2 for them. No kernel writes these.
 
 Inductor's own option, ``triton.enable_pdl``, lets a kernel skip the wait if the kernel in front writes nothing that it
 reads. That is right only if no kernel releases the next one before its own wait.

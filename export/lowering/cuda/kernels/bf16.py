@@ -11,8 +11,12 @@ matrix instruction on every architecture and for every number of rows. The quart
 programs that divide K are added as ``sums`` says. No order depends on the number of rows, so a row has the same bits in
 every call. More than 16 rows use tiles of 32. Tiles that read the same weights start together, so L2 serves all but
 one.
+
+A program can ask L2 for its first blocks before it waits for the kernel in front, and for a piece of the next matmul's
+weight before it adds sums (``l2.py``). It loads nothing before the wait, since x and weights are loaded together.
 """
 
+from math import prod
 from typing import Any
 
 import triton
@@ -20,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from eagle3.export.lowering.cuda.kernels.l2 import ask_l2, ask_l2_by_all, of_next
 from eagle3.export.lowering.cuda.kernels.small_m import Blocks
-from eagle3.export.lowering.cuda.kernels.sums import gated, launch, place, run_of_blocks, store
+from eagle3.export.lowering.cuda.kernels.sums import Division, gated, launch, place, run_of_blocks, store
 
 ALIGNED = 8
 """K is a multiple of this, so that every row is aligned for copies of 16 bytes."""
@@ -30,14 +35,19 @@ STAGES = {16: 5, 32: 4}
 BLOCK_K = 128
 WARPS = 4
 BF16 = Blocks(n=64, stages=STAGES[16])
+ASKS_NOTHING = {"NEXT": None, "FIRST": 0, "OF_NEXT": 0, "EARLY": False}
+"""The arguments of a kernel that waits for nothing and asks L2 for nothing."""
 
 
 @triton.jit
 def _bf16_small_m_kernel(
-    X, W, ARRIVED, PARTS, OUT, M,
+    X, W, ARRIVED, PARTS, OUT, M, NEXT,
     N: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, FIRST: tl.constexpr,
+    OF_NEXT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    # L2 is asked for FIRST blocks before the wait for x, and by each program for OF_NEXT bytes of the next matmul's
+    # weight before it adds sums.
     QUARTER: tl.constexpr = BLOCK_K // 4
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     tile, part, _ = place(WHOLE, SPLITS)
@@ -54,6 +64,14 @@ def _bf16_small_m_kernel(
     k_of_x = quarter + tl.arange(0, QUARTER)[None, :, None]
     w_at = tl.minimum(n, N - 1 - n0)[None, :, None] * K + k_of_w
     x_at = tl.arange(0, BLOCK_M)[None, None, :] * K + k_of_x
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if FIRST > 0:  # two requests a row, as many as there are threads
+        each = tl.arange(0, 2 * BLOCK_N)
+        w_first = tl.minimum(each // 2, N - 1 - n0) * K + each % 2 * (FIRST * BLOCK_K // 2)
+        ask_l2_by_all(W + first * BLOCK_K + w_first, FIRST * BLOCK_K)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     acc = tl.full((4, BLOCK_N, BLOCK_M), 0, tl.float32)
     for block in tl.range(first, last, num_stages=STAGES):
         k = block * BLOCK_K
@@ -64,6 +82,9 @@ def _bf16_small_m_kernel(
             w = tl.load(W + k + w_at, mask=k + k_of_w < K, other=0)
             x = tl.load(X + k + x_at, mask=(m[None, None, :] < M) & (k + k_of_x < K), other=0)
         acc = tl.dot(w, x, acc)
+    if OF_NEXT > 0:
+        number = tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
+        ask_l2(NEXT.to(tl.uint64) + number.to(tl.uint64) * OF_NEXT, OF_NEXT)
     # The quarters added in a fixed order, which tl.sum does not promise.
     a, b = tl.split(tl.reshape(tl.permute(acc, (1, 2, 0)), (BLOCK_N, BLOCK_M, 2, 2)))
     a, b = tl.split(a + b)
@@ -71,48 +92,74 @@ def _bf16_small_m_kernel(
 
 
 def _launch_bf16(
-    kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "", choice: Blocks = BF16
-) -> Tensor:
+    kernel: Any, x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "", choice: Blocks = BF16,
+    following: Tensor | None = None, early: bool = False,
+) -> Tensor:  # fmt: skip
     _check(x, weight)
     if not weight.is_contiguous():
         raise ValueError(f"the weight of {tuple(weight.shape)} has strides {weight.stride()}: not contiguous")
     n, k = weight.shape
+    tiles = triton.cdiv(n, choice.n)
     divided = choice.division(n, triton.cdiv(k, BLOCK_K))
-    x = x.contiguous()
+    asked = ASKS_NOTHING | {"OF_NEXT": of_next(following, prod(divided.programs(tiles))), "EARLY": early}
+    x, more = x.contiguous(), ()
+    if following is not None:
+        more = (following,)
+        del asked["NEXT"]
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
+        if early:
+            asked["FIRST"] = _first_blocks(k, divided, STAGES[rows])
         kernel[programs](
-            x, weight, arrived, parts, out, x.shape[0], N=n, K=k, WHOLE=divided.whole, SPLITS=divided.parts,
+            x, weight, arrived, parts, out, x.shape[0], *more, N=n, K=k, WHOLE=divided.whole, SPLITS=divided.parts,
             BLOCK_N=choice.n, BLOCK_K=BLOCK_K, BLOCK_M=rows, STAGES=STAGES[rows], ACTIVATION=activation,
-            num_warps=WARPS,
+            num_warps=WARPS, **asked,
         )  # fmt: skip
 
-    return launch(x, n, choice.n, triton.cdiv(n, choice.n), divided, tuple(STAGES), arrived, run, activation)
+    return launch(x, n, choice.n, tiles, divided, tuple(STAGES), arrived, run, activation)
+
+
+def _first_blocks(k: int, divided: Division, stages: int) -> int:
+    """Return the number of blocks at the beginning of its run for which a program asks L2: as many as it has in flight,
+    and no more whole blocks than the shortest run has."""
+    shortest = triton.cdiv(k, BLOCK_K) // divided.parts
+    return min(stages - 1, shortest - (k % BLOCK_K > 0))
 
 
 @triton_op("eagle3::bf16_small_m", mutates_args={})
-def bf16_small_m(x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "") -> Tensor:
+def bf16_small_m(
+    x: Tensor, weight: Tensor, arrived: Tensor, activation: str = "", following: Tensor | None = None,
+    early: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute ``x @ weight.T``, ``gated`` by an activation (see ``sums``). On CUDA this is the kernel of this module,
-    on the host ``bf16_reference``.
+    on the host ``bf16_reference``. ``following`` and ``early`` change no result.
 
     Args:
         x: bfloat16 [M, K], K a multiple of ``ALIGNED``; M may be dynamic
         weight: bfloat16 [N, K]
         arrived: ``sums.counters()``, zero again when it returns
         activation: applied to the gate, the first half of the outputs; "": the outputs are not gated
+        following: the weight of the next matmul, records or bfloat16 [N, K], which L2 is asked for; it must be
+            constant, since nothing waits
+        early: the kernel may start before the one in front has ended, and asks L2 for its first weights before it
+            waits for that; ``weight`` must be constant then
 
     Returns:
         bfloat16 [M, N], gated [M, N / 2]; a row's bits do not depend on the other rows or their number
 
     Raises:
-        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, a weight that is not contiguous, more
-            rows than there are counters for, or halves of other than whole tiles
+        ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, a weight that is not contiguous, a next
+            weight that ``of_next`` refuses, more rows than there are counters for, or halves of other than whole tiles
     """
-    return _launch_bf16(wrap_triton(_bf16_small_m_kernel), x, weight, arrived, activation)
+    kernel = wrap_triton(_bf16_small_m_kernel)
+    return _launch_bf16(kernel, x, weight, arrived, activation, following=following, early=early)
 
 
 @bf16_small_m.register_kernel("cpu")
-def bf16_reference(x: Tensor, weight: Tensor, arrived: Tensor | None = None, activation: str = "") -> Tensor:
+def bf16_reference(
+    x: Tensor, weight: Tensor, arrived: Tensor | None = None, activation: str = "", following: Tensor | None = None,
+    early: bool = False,
+) -> Tensor:  # fmt: skip
     """``bf16_small_m`` in plain PyTorch: float32 sums, any floating dtype of ``x``."""
     _check(x, weight)
     return gated((x.float() @ weight.float().T).to(x.dtype), activation)

@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import triton_op, wrap_triton
 
 from eagle3.export.lowering.cuda.kernels.int4 import BLOCK
+from eagle3.export.lowering.cuda.kernels.l2 import ask_l2, of_next
 from eagle3.export.lowering.cuda.kernels.record_layout import OUTPUTS, PAIR, RECORD, dequantized
 from eagle3.export.lowering.cuda.kernels.small_m import (
     ROWS,
@@ -50,10 +51,6 @@ REGISTERS = {8: 80, 16: 128}
 BEFORE_THE_WAIT = {"EARLY": True, "FIRST": 3}
 """The constants of a kernel that loads its first weights before it waits for the kernel in front, and asks L2 for three
 blocks of them."""
-NEXT_BYTES = 20 << 20
-"""The most bytes of the next weight that the programs of a launch ask L2 for."""
-AT_ONCE = 16
-"""Requests to L2 have a multiple of this number of bytes."""
 UP: tl.constexpr = tl.constexpr(8589934592.0)  # 2^33
 LOW: tl.constexpr = tl.constexpr(1.2676506002282294e30)  # 2^100
 HIGH: tl.constexpr = tl.constexpr(7.922816251426434e28)  # 2^96
@@ -88,16 +85,6 @@ def shares(n: int, k: int, programs: int) -> Shares:
 
     parts = max(of((tile + 1) * blocks - 1) - of(tile * blocks) + 1 for tile in range(tiles))
     return Shares(programs, parts)
-
-
-@triton.jit
-def ask_l2(pointer, BYTES: tl.constexpr):
-    # Asks L2 for BYTES (a multiple of 16) from a pointer on, by one thread
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,n", [pointer.to(tl.uint64), BYTES], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -224,7 +211,7 @@ def int4_records_small_m_kernel(
             acc1 = _scaled(acc1, part1, t1, sum_x, BLOCK_M)
         if OF_NEXT > 0:  # noqa: SIM102
             if left == 0:
-                ask_l2(NEXT + pid.to(tl.int64) * OF_NEXT, OF_NEXT)
+                ask_l2(NEXT.to(tl.uint64) + pid.to(tl.uint64) * OF_NEXT, OF_NEXT)
         total = tl.join(sum_of_groups(acc0, 32, BLOCK_M), sum_of_groups(acc1, 32, BLOCK_M))  # (mid, r), m, half
         _finish(
             OUT, PARTS, ARRIVED, total * UP, tile, m0 + tl.arange(0, BLOCK_M), M, pid, N, TOTAL, BLOCKS, PROGRAMS,
@@ -318,17 +305,6 @@ def records_run(
     return share, run
 
 
-def of_next(following: Tensor | None, programs: int) -> int:
-    """Return the bytes of the next weight that each of ``programs`` programs asks L2 for: together they ask for no more
-    than the weight has, and ``NEXT_BYTES``. Raises ValueError for a weight that is no records."""
-    if following is None:
-        return 0
-    check_contiguous(following)
-    if following.dtype != torch.uint8 or following.shape[-1] != RECORD:
-        raise ValueError(f"the next weight is {following.dtype} {tuple(following.shape)}: it must be records")
-    return min(NEXT_BYTES, following.numel()) // programs // AT_ONCE * AT_ONCE
-
-
 def outputs_of(x: Tensor, packed: Tensor) -> int:
     """Return the number of outputs of a weight in records. Raises ValueError if it does not fit ``x``."""
     k, (rows, blocks, size) = x.shape[1], packed.shape
@@ -373,7 +349,8 @@ def int4_records_small_m(
         arrived: ``sums.counters()``, zero again when it returns
         most_rows: 8 or 16, the most rows of any call with this weight
         activation: applied to the gate, the first half of the outputs; "": the outputs are not gated
-        following: records of the next matmul, which L2 is asked for; they must be constant, since nothing waits
+        following: the weight of the next matmul, records or bfloat16 [N, K], which L2 is asked for; it must be
+            constant, since nothing waits
         early: the kernel may start before the one in front has ended, and loads its first weights before it waits for
             that; ``packed`` must be constant then
 
@@ -382,7 +359,7 @@ def int4_records_small_m(
 
     Raises:
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, records that are not contiguous, a next
-            weight that is no records, or more rows than there are counters for
+            weight that ``of_next`` refuses, or more rows than there are counters for
     """
     asked = BEFORE_THE_WAIT if early else {}
     return _launch_records(Traced(), x, packed, arrived, activation, most_rows, following, **asked)

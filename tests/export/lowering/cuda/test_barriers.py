@@ -323,6 +323,7 @@ CHOSEN = "selp.b64 %rd6, %rd4, %rd5, %p1;\n" + STORE + "\nld.global.b32 { %r3 },
         (CHOSEN, ["stored, then loaded"]),
         (HANDED, ["stored, then loaded"]),  # the pointer goes through shared memory
         (HANDED.replace("b64 %rd6", "v2.b64 {%rd6, %rd7}"), ["stored, then loaded"]),
+        (f"{STORE}\ncp.async.bulk.prefetch.L2.global [ %rd4 ], 64;\nret;", []),  # no thread sees what is asked for
         (BESIDE, []),  # an index of another tensor goes there too
         (AGAIN.format(store=STORE, one=BARRIER, load=LOAD), []),
         (AGAIN.format(store=STORE, one="", load=LOAD), ["stored, then loaded"]),

@@ -3,16 +3,20 @@ product whose K several programs share."""
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from kernel_usage import SHARED, usage
+from kernel_usage import SHARED, Usage, usage
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
-from triton_interpreter import interpreted
+from triton_interpreter import asked_of_l2, interpreted, loaded_before_waits
 
 from eagle3.export.lowering.cuda.kernels import bf16, sums
+from eagle3.runner.hardware.gpus import BY_ARCH
+
+REQUEST = "cp.async.bulk.prefetch.L2"
 
 
 def product(x: Tensor, weight: Tensor, arrived: Tensor | None = None, count: int | None = None) -> Tensor:
@@ -146,15 +150,48 @@ def test_bad_arguments_of_the_bfloat16_kernel_are_named():
         )
 
 
+def compiled(arch: int, rows: int, folder: Path, **asked: object) -> Usage:
+    constants = {"N": 5376, "K": 21504, "WHOLE": 0, "SPLITS": 3, "BLOCK_N": bf16.BF16.n, "BLOCK_K": bf16.BLOCK_K}
+    constants |= {"BLOCK_M": rows, "STAGES": bf16.STAGES[rows], "ACTIVATION": ""} | (asked or bf16.ASKS_NOTHING)
+    types = ["*bf16", "*bf16", "*i32", "*fp32", "*bf16", "i32"] + ["*u8"] * bool(asked)
+    return usage(bf16._bf16_small_m_kernel, types, constants, arch, folder, bf16.WARPS)
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize(("arch", "rows"), [(80, 16), (89, 16), (90, 16), (90, 32), (100, 16), (120, 16)])
 def test_the_bfloat16_kernel_stays_within_its_gpu_resources(arch, rows, tmp_path):
-    constants = {"N": 5376, "K": 21504, "WHOLE": 0, "SPLITS": 3, "BLOCK_N": bf16.BF16.n, "BLOCK_K": bf16.BLOCK_K}
-    constants |= {"BLOCK_M": rows, "STAGES": bf16.STAGES[rows], "ACTIVATION": ""}
-    types = ["*bf16", "*bf16", "*i32", "*fp32", "*bf16", "i32"]
-    found = usage(bf16._bf16_small_m_kernel, types, constants, arch, tmp_path, bf16.WARPS)
+    found = compiled(arch, rows, tmp_path)
     assert found.shared <= SHARED and found.registers <= 128 and found.stack == 0
     assert found.loop.count("HMMA") == rows and found.ptx.count("cp.async.cg.shared.global") > 0
     assert "atom.global.gpu.acq_rel.add" in found.ptx
     if rows == 16:
         assert found.a_weight(bf16.BF16.n * bf16.BLOCK_K, bf16.WARPS) < 1.5
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("arch", "rows"), [(90, 16), (90, 32), (100, 16), (120, 16)])
+def test_requests_to_l2_change_neither_the_loop_nor_the_programs_on_a_gpu(arch, rows, tmp_path):
+    """A program asks for its first blocks before the wait and loads nothing there; after its loop it asks for the next
+    weight."""
+    plain = compiled(arch, rows, tmp_path)
+    found = compiled(arch, rows, tmp_path, FIRST=bf16.STAGES[rows] - 1, OF_NEXT=83216, EARLY=True)
+    gpu = BY_ARCH[f"sm_{arch}"]
+    programs = [gpu.resident(each.registers, each.shared, 32 * bf16.WARPS) for each in (plain, found)]
+    assert programs[0] == programs[1] and found.registers <= plain.registers + 4 and found.stack == 0
+    assert len(found.loop) <= 1.03 * len(plain.loop) and found.loop.count("BAR") == plain.loop.count("BAR")
+    before, after = found.ptx.split("griddepcontrol.wait;")
+    assert "griddepcontrol.launch_dependents" in before
+    assert before.count(REQUEST) == after.count(REQUEST) == 1
+    assert not any(each in before for each in ("ld.global", "cp.async.cg", "st.global", "atom."))
+    assert after.rindex("mma.sync") < after.index(REQUEST) < after.index("atom.")
+    assert REQUEST not in plain.ptx and "griddepcontrol" not in plain.ptx
+
+
+def test_an_early_launch_of_the_bfloat16_kernel_loads_nothing_before_its_wait():
+    x, weight = made(3, 130, 512)
+    with loaded_before_waits() as loaded, asked_of_l2() as asked, interpreted(sums, bf16):
+        choice = replace(bf16.BF16, parts=2)
+        given = x, weight, sums.counters(), "", choice
+        found = bf16._launch_bf16(bf16._bf16_small_m_kernel, *given, following=weight, early=True)
+    assert asked and not loaded
+    assert torch.equal(found, product(x, weight, count=2))

@@ -202,7 +202,7 @@ def test_a_gated_product_fits_on_a_gpu_like_the_plain_product(arch, activation, 
             "BLOCK_N": bf16.BF16.n,
             "ACTIVATION": activation,
         }
-        constants |= {"BLOCK_K": bf16.BLOCK_K, "BLOCK_M": 16, "STAGES": bf16.STAGES[16]}
+        constants |= {"BLOCK_K": bf16.BLOCK_K, "BLOCK_M": 16, "STAGES": bf16.STAGES[16]} | bf16.ASKS_NOTHING
         found = usage(bf16._bf16_small_m_kernel, BF16_TYPES, constants, arch, tmp_path, bf16.WARPS)
         assert found.shared <= SHARED and found.registers <= 128 and found.stack == 0
     gate = INT4_DOWN | {"N0": 21504, "N1": 21504, "K": 5376, "SPLITS": 3, "ACTIVATION": activation}

@@ -2,19 +2,16 @@
 code is checked without a GPU."""
 
 import re
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from cuda_lowered import lowered
 from kernel_usage import usage
 from small_m_weights import activations, int4_weight
 from torch import Tensor, nn
 from torch.export import Dim
-from triton.runtime.interpreter import InterpreterBuilder
-from triton_interpreter import asked_of_l2, exact_dots, interpreted, words_read
+from triton_interpreter import asked_of_l2, exact_dots, interpreted, loaded_before_waits, words_read
 
 from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged
 from eagle3.export.lowering.cuda.kernels import int4, int4_records, record_layout, small_m, sums
@@ -200,31 +197,10 @@ def test_the_records_kernel_reads_nothing_outside_the_records_and_the_inputs(m):
 
 def test_an_early_launch_reads_only_weights_before_its_wait_and_writes_nothing():
     """Every program accesses memory that another launch may still write only after the wait."""
-    x, packed, before = activations(3, 768), records(*int4_weight(128, 768)), [True]
-    touched, place = [], InterpreterBuilder.set_grid_idx
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def placed(self, *at):
-        before[0] = True
-        place(self, *at)
-
-    def loaded(self, ptrs, mask, *rest):
-        if before[0]:
-            touched.append(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)])
-        return load(self, ptrs, mask, *rest)
-
-    def stored(self, *rest):
-        assert not before[0]
-        return store(self, *rest)
-
-    waits = {"gdc_wait": lambda: before.__setitem__(0, False), "gdc_launch_dependents": lambda: None}
-    builder = {"set_grid_idx": placed, "create_masked_load": loaded, "create_masked_store": stored}
-    with (
-        patch.multiple(tl.extra.cuda, **waits),
-        patch.multiple(InterpreterBuilder, **builder),
-    ):
+    x, packed = activations(3, 768), records(*int4_weight(128, 768))
+    with loaded_before_waits() as loaded:
         found = run(x, packed, EARLY=True)
-    assert not before[0] and within(touched, packed)
+    assert loaded and within(loaded, packed)
     assert torch.equal(found, run(x, packed))
 
 
