@@ -15,6 +15,7 @@ import lzma
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -64,7 +65,12 @@ def pack(artifact: Path, packed: Path) -> None:
 @main.command()
 @click.argument("packed", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("artifact", type=click.Path(path_type=Path))
-def unpack(packed: Path, artifact: Path) -> None:
+@click.option(
+    "--like", "others", type=click.Path(path_type=Path, exists=True, file_okay=False), multiple=True,
+    help="Another artifact that was unpacked; may be repeated. If the weights of both were one and the same, its file "
+    "is linked and not written again.",
+)  # fmt: skip
+def unpack(packed: Path, artifact: Path, others: tuple[Path, ...]) -> None:
     """Write the folder ARTIFACT from PACKED, each weight filled with its sample."""
     if artifact.exists():
         raise click.ClickException(f"{artifact} is there already")
@@ -74,17 +80,24 @@ def unpack(packed: Path, artifact: Path) -> None:
         try:
             with tarfile.open(packed) as tar:
                 tar.extractall(whole, filter="data")
-            fill(whole)
+            fill(whole, others)
         except (tarfile.TarError, lzma.LZMAError, EOFError, OSError, KeyError, ValueError) as error:
             raise click.ClickException(f"{packed} is not what pack wrote: {error}") from error
         whole.rename(artifact)
 
 
-def fill(artifact: Path) -> None:
-    """Make the file of the weights from the index and the samples that were unpacked."""
-    weights, samples = artifact / WEIGHTS_FILE, artifact / SAMPLES
+def fill(artifact: Path, others: tuple[Path, ...] = ()) -> None:
+    """Make the file of the weights from the index and the samples that were unpacked, or link that of one of
+    ``others`` with the same weights."""
+    weights, samples, recorded = artifact / WEIGHTS_FILE, artifact / SAMPLES, weights_of(artifact)
+    for other in others:
+        if weights_of(other) == recorded:
+            weights.hardlink_to(other / WEIGHTS_FILE)
+            (artifact / INDEX).unlink()
+            samples.unlink()
+            return
     (artifact / INDEX).rename(weights)
-    size = json.loads((artifact / EXPORT_RECORD).read_text())["files"][WEIGHTS_FILE]["bytes"]
+    size = recorded["bytes"]
     with weights.open("r+b") as file, samples.open("rb") as kept:
         file.truncate(size)
         for place in places_of(weights):
@@ -94,6 +107,11 @@ def fill(artifact: Path) -> None:
             for start in range(0, place.size, len(several) or 1):
                 file.write(several[: place.size - start])
     samples.unlink()
+
+
+def weights_of(artifact: Path) -> dict[str, Any]:
+    """Return the size and the checksum of an artifact's weights, as the export recorded them."""
+    return json.loads((artifact / EXPORT_RECORD).read_text())["files"][WEIGHTS_FILE]
 
 
 def kept_of(place: Extent) -> int:

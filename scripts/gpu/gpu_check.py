@@ -16,6 +16,7 @@ kernels   checks the small-M kernels, and compares them with copy bandwidth at 1
 round     times a round of the full-width layers, with CUDA graphs and without, beside the memory limit and the bounds
           of ``eagle3-inspect --cost``, and each of its kernels
 prefill   times chunks of several lengths through those layers
+soak      generates with the artifacts of --elsewhere for 10,000 rounds, and compares memory at both ends
 
 Steps end as ok, failed, or not run with the reason: no GPU, no time left, or a feature that this PyTorch or this
 machine lacks. The JSON is written after each step, so an interrupted run loses nothing; the log of every export is
@@ -33,6 +34,7 @@ import click
 import torch
 from gpu_artifacts import GRAPHS, Check, export, labelled, made, opened
 from gpu_rounds import GIB, measure_rounds, prefill
+from gpu_soak import soak
 from gpu_steps import Facts, NotRun, Report, met
 
 PROMPTS = Path(__file__).parents[1] / "prompts.jsonl"
@@ -162,6 +164,7 @@ STAGES: dict[str, Callable[[Check], None]] = {
     "kernels": kernels,
     "round": measure_rounds,
     "prefill": prefill,
+    "soak": lambda check: soak(check, PROMPTS),
 }
 
 

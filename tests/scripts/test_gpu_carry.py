@@ -1,5 +1,6 @@
 """``scripts/gpu/gpu_carry.py`` unpacks the artifact's files, with weights of the right sizes."""
 
+import json
 import shutil
 
 import gpu_carry
@@ -8,6 +9,7 @@ from click.testing import CliRunner
 
 from eagle3.export.lowering.cuda.kernels import record_layout
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, Extent, read_ptd_index
+from eagle3.runner.contract import EXPORT_RECORD
 
 
 def run(*command):
@@ -34,6 +36,16 @@ def test_an_artifact_is_packed_with_samples_of_its_weights(cuda_artifact, tmp_pa
         several = sample * (place.size // max(len(sample), 1) + 1)
         assert filled[place.offset : place.offset + place.size] == several[: place.size]
     assert any(place.size > 2 * gpu_carry.WRITTEN for place in index.values())
+    for checksum, is_linked in ((None, True), ("of other weights", False)):
+        if checksum:
+            record = json.loads((found / EXPORT_RECORD).read_text())
+            record["files"][WEIGHTS_FILE]["sha256"] = checksum
+            (found / EXPORT_RECORD).write_text(json.dumps(record))
+        another = tmp_path / f"linked-{is_linked}"
+        assert run("unpack", packed, another, "--like", found).exit_code == 0
+        assert (another / WEIGHTS_FILE).samefile(found / WEIGHTS_FILE) is is_linked
+        assert (another / WEIGHTS_FILE).read_bytes() == filled
+        assert {path.name for path in another.iterdir()} == {path.name for path in cuda_artifact.iterdir()}
 
 
 def test_a_weight_in_records_keeps_a_whole_record_and_others_whole_blocks():

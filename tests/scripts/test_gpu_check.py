@@ -9,6 +9,7 @@ import gpu_artifacts
 import gpu_check
 import gpu_greedy
 import gpu_rounds
+import gpu_soak
 import gpu_steps
 import pytest
 import torch
@@ -256,3 +257,31 @@ def test_captured_graphs_are_not_reported_for_a_session_that_failed(host_artifac
     with pytest.raises(RuntimeError, match="failed on"), gpu_artifacts.opened(host_artifact, "auto", facts):
         raise RuntimeError("speculate failed on cuda:0")
     assert not facts
+
+
+def test_a_soak_repeats_greedy_sampled_and_structured_texts(host_artifact, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_soak, "ROUNDS", 60)
+    monkeypatch.setattr(gpu_soak, "BEFORE", 20)
+    monkeypatch.setattr(gpu_soak, "TOKENS", 12)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def main("}\n')
+    check = gpu_artifacts.Check(noted(tmp_path), tmp_path, (host_artifact,), 4)
+
+    def steps():
+        check.report.stage("soak", lambda: gpu_soak.soak(check, prompts))
+        return read(tmp_path)[-1]
+
+    step = steps()
+    assert step["status"] == "ok" and 60 <= step["facts"]["rounds"] < 90
+    assert set(step["facts"]["grown, MiB"]) == ({"host", "GPU"} if torch.cuda.is_available() else {"host"})
+
+    sizes = iter([{"host": 100.0, "GPU": 900.0}, {"host": 110.0, "GPU": 917.0}])
+    monkeypatch.setattr(gpu_soak, "memory", lambda: next(sizes))
+    assert "memory grew in 6" in (said := steps()["status"]) and said.endswith("rounds: GPU 17.0 MiB")
+
+    texts = iter(["a", "a", "b"])
+    monkeypatch.setattr(gpu_soak, "generated", lambda *_given: (next(texts), 9))
+    assert "after 18 rounds the greedy text of 'def main(' is another one" in steps()["status"]
+
+    check = gpu_artifacts.Check(noted(tmp_path), tmp_path, (), 4)
+    assert steps()["status"].startswith("not run: name gemma4-tiny's artifact")
