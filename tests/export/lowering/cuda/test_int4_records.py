@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from cuda_lowered import lowered
 from kernel_usage import usage
 from small_m_weights import activations, int4_weight
