@@ -30,6 +30,7 @@ from eagle3.export.lowering.cuda.kernels import (
     int8_matmul,
     k_quant_matmul,
     k_quants,
+    l2,
     large_m,
     record_layout,
     recurrent,
@@ -186,8 +187,8 @@ def recur(rows: int, first: int, committed: int, delta: bool = True, decays: int
 
 
 EXPERTS = sums, small_m, int4, kernel_choices, int4_experts
-SMALL_M = sums, small_m, bf16, int4, k_quants
-RECORDS = sums, small_m, int4_records
+SMALL_M = sums, small_m, l2, bf16, int4, k_quants
+RECORDS = sums, small_m, l2, int4_records
 LARGE_M = sums, small_m, int4, large_m, int4_matmul, int4_records_matmul, int8_matmul, k_quant_matmul
 ATTENTION = attention, attention_chunk, attention_sums, heads, sums
 
