@@ -30,7 +30,7 @@ import click
 HERE = Path(__file__).parent
 BENCH = HERE.parent / "bench" / "bench_export.py"
 WHEELS = "executorch", "torchao", "gguf", "ruamel.yaml", "flatbuffers", "tabulate", "llguidance"
-"""What the runner imports besides PyTorch and transformers, in the versions of this machine."""
+"""The runner imports these packages besides PyTorch and transformers; their versions are those of this machine."""
 LAYOUTS, LAUNCHES = ("tiles", "records", "records-prefetched"), ("in-order", "early")
 TINY = {"tiny-tiles": (), "tiny-records-early": ("--int4-layout", "records", "--launches", "early")}
 PAIRS, EXPECTED = "small.tar.xz", ".expected.json"

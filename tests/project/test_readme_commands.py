@@ -57,6 +57,7 @@ NOT_RUN = {
     "eagle3-bench out-heads": "its chain length is longer than that of the shared artifact",
     "eagle3-bench out-long": "takes an artifact of 16,640 slots",
     "python scripts/gpu/gpu_": GPU,
+    "scripts/gpu/there": GPU,
     "python scripts/bench/bench_export.py --layers 60": GPU,
     "python scripts/gpu/bench_small_m.py": GPU,
     "python scripts/bench/bench_llama_cpp.py": LONG,

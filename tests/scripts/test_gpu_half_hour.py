@@ -97,7 +97,9 @@ def test_the_wheels_are_of_the_versions_that_are_installed_here(commands, tmp_pa
 def test_small_pairs_are_compared_and_the_output_is_kept(host_artifact, commands, tmp_path, monkeypatch):
     folder, found, place = tmp_path / "carried", tmp_path / "found", tmp_path / "packed"
     shutil.copytree(host_artifact, place / "pair")
-    (place / "pair.expected.json").write_text("[]")
+    (place / "broken").mkdir()
+    for name in ("pair", "broken"):
+        (place / f"{name}.expected.json").write_text("[]")
     folder.mkdir()
     with tarfile.open(folder / gpu_half_hour.PAIRS, "w:xz") as packed:
         for path in place.iterdir():
@@ -106,7 +108,9 @@ def test_small_pairs_are_compared_and_the_output_is_kept(host_artifact, commands
     monkeypatch.setattr(gpu_half_hour.Run, "check", lambda _self, name, *flags: checks.append([name, *map(str, flags)]))
     done = run("run", folder, "small", "soak", "rounds", "prefill", "--output-dir", found, "--work", tmp_path / "work")
     assert done.exit_code == 0, done.output
-    assert (found / "pairs.txt").read_text() == ""  # no prompt was expected of the pair, and it ran
+    said = (found / "pairs.txt").read_text()
+    assert "broken: does not run" in said and "/pair: does not run" not in said
+    assert "pairs: check_on_gpu.py ended with 1" in done.output
     assert [check[0] for check in checks] == ["tiny", "soak", "rounds", "prefill"]
     assert done.output.count("is missing: ") == 12
     assert [flags.count("--elsewhere") for flags in checks] == [2, 2, 0, 0]
