@@ -14,6 +14,8 @@ from triton_interpreter import interpreted
 from eagle3.export.lowering.cuda.kernels import (
     advance,
     attention,
+    attention_chunk,
+    attention_sums,
     bf16,
     heads,
     int4,
@@ -35,6 +37,8 @@ USERS = {
     sums: (small_m, bf16, int4, int4_records, k_quants, large_m, attention),
     large_m: (int4_matmul, int8_matmul, k_quant_matmul),
     heads: (attention,),
+    attention_sums: (attention,),
+    attention_chunk: (attention,),
 }
 """Modules that import a module's kernels."""
 
@@ -163,7 +167,7 @@ FAULTS = {
     ),
     "parts at one place": ("attention", attention, "mine = at + part * whole", "mine = at", STORED, "tl.store.STATS"),
     "a part that nobody left": (
-        "attention", attention, "its = at + (begin + behind) * whole", "its = at + (begin + behind + 1) * whole",
+        "attention", attention_sums, "its = at + (begin + behind) * whole", "its = at + (begin + behind + 1) * whole",
         UNWRITTEN, "tl.load.STATS",
     ),
     "every program adds, attention": (
@@ -217,7 +221,9 @@ FAULTS = {
     "no barrier before the committed position": (
         "recurrent chunk", advance, "    tl.debug_barrier()\n", "", IN_PROGRAM, "tl.store.COMMITTED",
     ),
-    "keys of other rows attended to": ("attention of a product, a ring", attention, SEEN, "", LOADED, "[kv] = tl.load"),
+    "keys of other rows attended to": (
+        "attention of a product, a ring", attention_chunk, SEEN, "", LOADED, "[kv] = tl.load",
+    ),
 }  # fmt: skip
 """The faults by name: the launch, the module, what stands there and what is put in its place; what is found, and at
 which line."""
