@@ -112,7 +112,7 @@ def test_small_pairs_are_compared_and_the_output_is_kept(host_artifact, commands
     assert "broken: does not run" in said and "/pair: does not run" not in said
     assert "pairs: check_on_gpu.py ended with 1" in done.output
     assert [check[0] for check in checks] == ["tiny", "soak", "rounds", "prefill"]
-    assert done.output.count("is missing: ") == 12
+    assert done.output.count(" is left out\n") == 12
     assert [flags.count("--elsewhere") for flags in checks] == [2, 2, 0, 0]
     for _, *flags in checks:  # click refuses an unknown flag or stage, and a folder that is not there
         accept(
