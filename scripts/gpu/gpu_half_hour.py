@@ -57,9 +57,10 @@ class Made:
             if not (place / name / "export.json").is_file():
                 command = "-m", "eagle3.export.cli", "--target-model", "gemma4-tiny", "--cuda-arch", self.arch
                 call(sys.executable, *command, *flags, "--overwrite", "--output-dir", place / name)
+        wanted = {*TINY, *names_of_pairs(place)}
         with tarfile.open(self.folder / PAIRS, "w:xz") as packed:
             for path in sorted(place.iterdir()):
-                if path.name in TINY or path.name.removesuffix(EXPECTED) in names_of_pairs(place):
+                if path.name.removesuffix(EXPECTED) in wanted:
                     packed.add(path, path.name)
 
     def wide(self) -> None:
@@ -214,8 +215,9 @@ def run_parts(folder: Path, parts: tuple[str, ...], found: Path | None, work: Pa
     for each in (found, work):
         each.mkdir(parents=True, exist_ok=True)
     note_gpu(found)
+    running = Run(folder.resolve(), work.resolve(), found.resolve())
     for part in parts or RUN:
-        RUN[part](Run(folder.resolve(), work.resolve(), found.resolve()))
+        RUN[part](running)
 
 
 def size_of(path: Path) -> int:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"
 
 import click
 from check_on_gpu import expected_file
-from family_exports import DRAFTS, TARGET_OF, family_model, random_family, taps
+from family_exports import DRAFTS, OWN_LAYER, TARGET_OF, family_model, random_family, taps
 from random_checkpoints import save_random_draft
 
 FLAGS = ("--qlinear", "none", "--max-seq-len", "192", "--chain-len", "2")
@@ -28,17 +28,18 @@ CHECKPOINTS = "checkpoints"
 
 
 class Pair(NamedTuple):
-    """A random target and a random head. ``target`` is the name for ``--target-model``; without ``draft`` the head is
-    the MTP layer of the target's own checkpoint."""
+    """A random target and what writes a random head into a folder. ``target`` is the name for ``--target-model``. With
+    ``own_layer`` the head is an MTP layer, which is written into the target's own checkpoint."""
 
     model: Callable[[], Any]
-    draft: Callable[[Path, Any], Path | None] | None
+    draft: Callable[[Path, Any], Path | None]
     target: str = "auto"
+    own_layer: bool = False
 
 
 def of_exports(name: str) -> Pair:
     """Return the pair that ``family_exports`` exports to the CPU under that name."""
-    return Pair(lambda: family_model(name), DRAFTS[name], TARGET_OF.get(name, name))
+    return Pair(lambda: family_model(name), DRAFTS[name], TARGET_OF.get(name, name), name in OWN_LAYER)
 
 
 def of_family(name: str) -> Pair:
@@ -51,7 +52,7 @@ PAIRS = {
     "mlp": of_exports("mlp"),
     "dflash2": of_exports("dflash2"),
     "mtp": of_exports("mtp"),
-    "delta-rule-mtp": of_exports("qwen3.5-9B")._replace(draft=None),
+    "delta-rule-mtp": of_exports("qwen3.5-9B"),
     "delta-rule-dflash": of_exports("dflash"),
     "mamba2": of_family("bamba"),
     "mamba2-attention": of_family("falcon_h1"),
@@ -65,15 +66,12 @@ def save(pair: Pair, folder: Path) -> list[str]:
     """Write the checkpoints of a pair and return the flags of its export. The target's end tokens are removed, so that
     a text ends where it is told to."""
     model, target, draft = pair.model(), folder / "target", folder / "draft"
-    flags = ["--target-model", pair.target, "--checkpoint", str(target)]
-    if pair.draft is None:  # writes the target and its own MTP layer
-        DRAFTS["qwen3.5-9B"](draft, model.config)
-        return [*flags, "--draft", "mtp"]
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.bos_token_id = None
     model.save_pretrained(target)
     pair.draft(draft, model.config)
-    return [*flags, "--draft", str(draft)]
+    head = "mtp" if pair.own_layer else str(draft)
+    return ["--target-model", pair.target, "--checkpoint", str(target), "--draft", head]
 
 
 def make(name: str, folder: Path, arch: str) -> None:
