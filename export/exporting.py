@@ -16,8 +16,7 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.configuration.flags import check_flags
 from eagle3.export.configuration.hub_names import hub_name
 from eagle3.export.hub.sources import Sources, find_sources
-from eagle3.export.output.folder import check_output
-from eagle3.export.output.lock import refuse_a_second
+from eagle3.export.output.folder import check_output, refuse_a_second
 from eagle3.export.output.progress import Progress
 from eagle3.targets import TARGETS
 
@@ -164,7 +163,7 @@ def settled(config: ExportConfig) -> ExportConfig:
     check_output(config.folder, config.overwrite)
     if not config.dry_run:
         check_arch(config)
-        refuse_a_second(config.folder.resolve())
+        refuse_a_second(config.folder)
     return config
 
 

@@ -1,8 +1,9 @@
 """Makes the output folder. It appears whole or not at all, and only files that an export wrote are ever deleted.
-Everything is written into a hidden folder next to the final one, ``.NAME.partial-PID-RANDOM``, which is renamed when it
-is complete. Between two renames the earlier folder is ``.NAME.replaced-PID-RANDOM``. If an export ends early, the
-folder keeps its earlier contents. ``lock.py`` refuses a second export into the same folder, and cleans up after a
-killed one.
+
+An export writes into ``.NAME.partial`` next to the folder and renames it at the end. Between two renames the earlier
+folder is ``.NAME.replaced``. An export that ends early leaves the earlier contents. The partial folder is locked
+(``flock``) while its export runs, so a second export into the same folder is refused, and the next export cleans up
+after a killed one.
 """
 
 import json
@@ -13,6 +14,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -20,9 +22,16 @@ from pathlib import Path
 from types import FrameType
 
 from eagle3.export.output.contents import sha256
-from eagle3.export.output.lock import locked_folder, put_aside
 from eagle3.runner.console.command import Terminated
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
+
+try:
+    import fcntl
+except ImportError:  # the platform is not Unix
+    fcntl = None  # type: ignore[assignment]
+
+PATIENCE = 1.0
+"""The seconds in which a folder is tried again, since another process may hold it only to look at its lock."""
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
@@ -53,11 +62,34 @@ def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
     """
     place = _resolved(folder)
     place.parent.mkdir(parents=True, exist_ok=True)
-    with _stopped_by_interrupt(), locked_folder(place) as partial:
-        check_output(place, overwrite)  # cleaning up after a killed export may have restored an earlier artifact
-        yield partial
-        check_output(place, overwrite)
-        _swap(partial, place)
+    partial = _beside(place, "partial")
+    with _stopped_by_interrupt():
+        lock = _claim(partial, place)
+        try:
+            _tidy(place, partial)
+            check_output(place, overwrite)  # tidying may have restored an earlier artifact
+            yield partial
+            check_output(place, overwrite)
+            _swap(partial, place)
+        except BaseException:
+            if lock is None or _is_of(lock, partial):
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def refuse_a_second(folder: Path) -> None:
+    """Raise BlockingIOError if another export is writing ``folder``."""
+    place = _resolved(folder)
+    with suppress(OSError):
+        lock = os.open(_beside(place, "partial"), os.O_RDONLY)
+        try:
+            if not _locked(lock, shared=True):
+                raise _second(place)
+        finally:
+            os.close(lock)
 
 
 @contextmanager
@@ -224,9 +256,79 @@ def _stopped_by_interrupt() -> Iterator[None]:
         logging.disable(logged)
 
 
+def _beside(place: Path, kind: str) -> Path:
+    return place.with_name(f".{place.name}.{kind}")
+
+
+def _second(place: Path) -> BlockingIOError:
+    return BlockingIOError(
+        f"another export is writing {place} (in {_beside(place, 'partial').name}): wait for its end, or name another "
+        "--output-dir"
+    )
+
+
+def _claim(partial: Path, place: Path) -> int | None:
+    """Make the partial folder and lock it until the returned descriptor is closed or the process ends.
+
+    Returns None if folders cannot be locked here (another platform, some network file systems). An existing folder is
+    refused there, since nothing tells whether its export still runs.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        existed = partial.exists()
+        partial.mkdir(exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+        try:
+            locked = _locked(lock)
+        except OSError as error:
+            os.close(lock)
+            if existed:
+                raise FileExistsError(
+                    f"{partial} exists, and folders cannot be locked here: if no other export writes it, remove it, or "
+                    "name another --output-dir"
+                ) from error
+            return None
+        if locked and _is_of(lock, partial):  # not renamed by the export that had it before
+            return lock
+        os.close(lock)
+        if time.monotonic() > deadline:
+            raise _second(place)
+        time.sleep(0.02)
+
+
+def _locked(descriptor: int, shared: bool = False) -> bool:
+    """Lock a folder; return False if another export has it. Raises OSError where folders cannot be locked."""
+    if fcntl is None:
+        raise OSError("this platform has no flock")
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_of(descriptor: int, path: Path) -> bool:
+    """Return True if ``path`` is still the folder that ``descriptor`` was opened for."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
+
+
+def _tidy(place: Path, partial: Path) -> None:
+    """Remove what a killed export left in ``partial``, and restore the artifact that it had renamed."""
+    for left in partial.iterdir():
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+    earlier = _beside(place, "replaced")
+    if (earlier / EXPORT_RECORD).is_file():
+        if not (place.is_dir() and any(place.iterdir())):
+            os.rename(earlier, place)
+        elif (place / EXPORT_RECORD).is_file():
+            shutil.rmtree(earlier)
+
+
 def _swap(new: Path, place: Path) -> None:
     """Rename ``new`` to ``place``. The earlier folder is removed afterwards, or restored if the rename fails."""
-    earlier = put_aside(new, place)
+    earlier = _beside(place, "replaced")
     try:
         if place.exists():
             shutil.copymode(place, new)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 
 from eagle3.export.output import folder as output_folder
-from eagle3.export.output import lock
 from eagle3.export.output.contents import write_program, write_record
 from eagle3.export.output.folder import check_output, full_disk_named, whole_folder
 from eagle3.export.report import result_text
@@ -299,7 +299,7 @@ def elsewhere(out: Path, *commands: str, overwrite=False) -> subprocess.Popen:
 def test_a_second_export_to_a_folder_is_refused_and_the_first_continues(tmp_path):
     out = tmp_path / "out"
     other = elsewhere(out)
-    with pytest.raises(BlockingIOError, match=f"{out} .process {other.pid}, .*--output-dir"):
+    with pytest.raises(BlockingIOError, match=f"{out} .in .out.partial.: .*--output-dir"):
         make(out, "second")
     make(tmp_path / "beside", "third")
     other.communicate("go on\n")
@@ -320,8 +320,8 @@ def test_the_next_export_removes_leftovers_of_a_killed_one(tmp_path):
     other.send_signal(signal.SIGKILL)
     other.communicate()
     (left,) = names(tmp_path)
-    assert left.startswith(".out.partial-")
-    theirs = (".out.partial-mine", ".out.replaced-mine", ".output.partial-1-abcdefgh", "out.partial-1-abcdefgh")
+    assert left == ".out.partial"
+    theirs = (".out.partial-mine", ".out.replaced-mine", ".output.partial", "out.partial")
     for name in theirs:  # folders with other names, or of an export into another folder
         (tmp_path / name).mkdir()
     make(out, "new")
@@ -343,7 +343,7 @@ def test_an_artifact_set_aside_by_a_killed_export_is_restored(what, tmp_path):
     other = elsewhere(out, *KILL_BETWEEN_THE_RENAMES, overwrite=True)
     other.communicate("go on\n")
     assert other.returncode == -signal.SIGKILL
-    assert [name.split("-")[0] for name in names(tmp_path)] == [".out.partial", ".out.replaced"]
+    assert names(tmp_path) == [".out.partial", ".out.replaced"]
     if what:
         make(out, "new", **what)
     else:
@@ -355,7 +355,7 @@ def test_an_artifact_set_aside_by_a_killed_export_is_restored(what, tmp_path):
 
 @pytest.mark.parametrize("there", ["an empty folder", "a new artifact", "something else"])
 def test_an_artifact_set_aside_is_removed_only_if_a_new_one_exists(there, tmp_path):
-    out, aside = tmp_path / "out", tmp_path / ".out.replaced-12345-abcdefgh"
+    out, aside = tmp_path / "out", tmp_path / ".out.replaced"
     make(out, "old")
     out.rename(aside)
     if there == "a new artifact":
@@ -371,33 +371,48 @@ def test_an_artifact_set_aside_is_removed_only_if_a_new_one_exists(there, tmp_pa
     assert names(out) == (["notes.txt"] if there == "something else" else ["export.json", MODEL_FILE])
 
 
-@pytest.mark.parametrize("how", ["no fcntl", "no locks", "no descriptor"])
-def test_without_file_locks_nothing_is_refused_or_removed(how, tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["no fcntl", "no locks"])
+def test_without_file_locks_nothing_is_removed(how, tmp_path, monkeypatch):
     def unsupported(*args):
         raise OSError(95, "Operation not supported")
 
-    left = tmp_path / ".out.partial-12345-abcdefgh"
-    left.mkdir()
     if how == "no fcntl":
-        monkeypatch.setattr(lock, "fcntl", None)
-    elif how == "no locks":
-        monkeypatch.setattr(lock.fcntl, "flock", unsupported)
+        monkeypatch.setattr(output_folder, "fcntl", None)
     else:
-        monkeypatch.setattr(lock.os, "open", unsupported)
-    with whole_folder(tmp_path / "out", False):
-        make(tmp_path / "out", "second")
-        (tmp_path / "out").rename(tmp_path / "second")
-    assert names(tmp_path) == [left.name, "out", "second"]
-
-
-def test_a_foreign_lock_on_the_parent_folder_does_not_delay_an_export(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "PATIENCE", 0.2)
-    script = 'flock "$0" sh -c "echo held; read line"'
-    holder = subprocess.Popen(["sh", "-c", script, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    if holder.stdout.readline() != "held\n":
-        pytest.skip("no flock command")
+        monkeypatch.setattr(output_folder.fcntl, "flock", unsupported)
     make(tmp_path / "out", "new")
-    holder.communicate("\n")
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / MODEL_FILE).write_text("other")
+    with pytest.raises(FileExistsError, match="if no other export writes it, remove it"):
+        make(tmp_path / "out", "newer", overwrite=True)
+    assert (tmp_path / ".out.partial" / MODEL_FILE).read_text() == "other"
+    assert (tmp_path / "out" / MODEL_FILE).read_text() == "new"
+
+
+def test_a_look_at_the_lock_does_not_stop_an_export(tmp_path):
+    """Another process may hold the lock for a moment to see whether an export runs."""
+    partial = tmp_path / ".out.partial"
+    partial.mkdir()
+    looking = os.open(partial, os.O_RDONLY)
+    output_folder.fcntl.flock(looking, output_folder.fcntl.LOCK_SH)
+    threading.Timer(0.2, os.close, (looking,)).start()
+    make(tmp_path / "out", "new")
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_folder_that_its_export_has_renamed_is_not_taken(tmp_path, monkeypatch):
+    """The lock of a finished export belongs to the artifact, which must not be written again."""
+    partial, opened = tmp_path / ".out.partial", os.open
+
+    def renamed_behind(path, flags):
+        descriptor = opened(path, flags)
+        if not (tmp_path / "out").exists():
+            partial.rename(tmp_path / "out")
+        return descriptor
+
+    monkeypatch.setattr(output_folder.os, "open", renamed_behind)
+    make(tmp_path / "out", "new")
+    assert (tmp_path / "out" / MODEL_FILE).read_text() == "new"
     assert names(tmp_path) == ["out"]
 
 
