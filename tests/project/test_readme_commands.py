@@ -34,6 +34,8 @@ from eagle3.runner.serve.cli import main as serve_main
 ROOMS = ("", "export/", "export/draft/", "export/fit/", "export/lowering/cuda/", "export/lowering/edge/")
 ROOMS += ("export/lowering/xnnpack/", "runner/", "runner/serve/", "scripts/", "targets/", "targets/gemma4_tiny/")
 READMES = (".github/CONTRIBUTING.md", *(f"{room}README.md" for room in ROOMS))
+MEASURED = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[ers]*/**/measured.md")))
+"""Pages of figures. Their commands take minutes and are only parsed."""
 
 HUB = "asks the hub for a published model; tests/export/hub/test_hub.py asks a stand-in"
 GPU = "takes a GPU, or minutes of compiling for one"
@@ -195,6 +197,16 @@ def serve(words: list[str]) -> None:
         started.stderr.close()
 
 
+@pytest.mark.parametrize("page", MEASURED)
+def test_the_commands_of_measured_figures_have_flags_that_exist(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("out-measured", "out-heads"):
+        (tmp_path / name).mkdir()
+    for _, block in blocks((ROOT / page).read_text()):
+        for line in command_lines(block):
+            parse(shlex.split(line, comments=True))
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize("readme", READMES)
 def test_the_commands_of_a_readme_run_as_printed_in_their_order(readme, artifact, copy):
@@ -233,7 +245,7 @@ def test_every_readme_is_tested_and_every_entry_of_not_run_is_used():
     }
     assert every | {"README.md", ".github/CONTRIBUTING.md"} == set(READMES)
     used = set()
-    for readme in READMES:
+    for readme in (*READMES, *MEASURED):
         for language, block in blocks((ROOT / readme).read_text()):
             for text in [block] if language == "python" else command_lines(block):
                 used.add(not_run(text))
