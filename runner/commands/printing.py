@@ -1,12 +1,15 @@
 """Prints a generation's text while it is generated, and formats its statistics for a person."""
 
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eagle3.runner.commands.prompt_progress import prompt_progress
 from eagle3.runner.model import Model, Piece, Result
 from eagle3.runner.rounds.statistics import GenerationStats
 
@@ -68,3 +71,37 @@ def table(stats: GenerationStats) -> str:
         lines.append(f"  {each}" + (f", {1000 * seconds / rounds:.3f} ms a round" if rounds else ""))
     lines.append(f"  the loop itself {stats.loop_share:.1%}")
     return "\n".join(lines)
+
+
+PATIENCE = 1.0
+"""Seconds after which the line appears, so that short prompts show none."""
+INTERVAL = 0.1
+
+
+@contextmanager
+def prompt_progress(model: Model) -> Iterator[None]:
+    """Show, within this context, a line on stderr with the number of the prompt's tokens that the model's caches hold.
+    Nothing is shown if stderr is not a terminal."""
+    console, over = Console(stderr=True), threading.Event()
+    if not console.is_terminal:
+        yield
+        return
+
+    def show() -> None:
+        if over.wait(PATIENCE):
+            return
+        columns = TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+            task = bar.add_task("", total=None)
+            while not over.wait(INTERVAL):
+                if (stream := model.current) is not None:
+                    held = min(len(model.cached.tokens), stream.prompt_tokens)
+                    bar.update(task, total=stream.prompt_tokens, completed=held, refresh=True)
+
+    shown = threading.Thread(target=show, daemon=True)
+    shown.start()
+    try:
+        yield
+    finally:
+        over.set()
+        shown.join()

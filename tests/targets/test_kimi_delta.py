@@ -22,7 +22,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_
 from eagle3.export import ExportConfig
 from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.configuration.backends import BACKENDS
-from eagle3.export.lowering.xnnpack.recurrent import use_cpu_recurrence
+from eagle3.export.lowering.xnnpack.lowering import use_cpu_recurrence
 from eagle3.export.planning.methods import check_states
 from eagle3.export.twin.shrink import shrink
 from eagle3.export.twin.target import check_target

@@ -5,7 +5,7 @@ import time
 import pytest
 from scripted import ThreeMethods
 
-from eagle3.runner.commands import prompt_progress
+from eagle3.runner.commands import printing
 from eagle3.runner.commands.printing import print_pieces
 from eagle3.runner.model import Model
 
@@ -19,10 +19,10 @@ class Slow(ThreeMethods):
 @pytest.fixture
 def said(session, capfd, monkeypatch):
     """A function that generates from a prompt of several chunks, and returns the text on stderr."""
-    monkeypatch.setattr(prompt_progress, "INTERVAL", 0.01)
+    monkeypatch.setattr(printing, "INTERVAL", 0.01)
 
     def run(patience: float) -> str:
-        monkeypatch.setattr(prompt_progress, "PATIENCE", patience)
+        monkeypatch.setattr(printing, "PATIENCE", patience)
         model = Model(session.metadata, lambda: Slow(session))
         prompt = list(range(4, 4 + 3 * session.metadata.max_prefill))
         print_pieces(model, model.stream(prompt, max_new_tokens=2), lambda piece: "piece ")

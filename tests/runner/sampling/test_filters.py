@@ -12,8 +12,7 @@ from transformers_sampling import CPU_TENSORS, by_transformers
 
 from eagle3.runner.rounds.loop import complete
 from eagle3.runner.sampling.arrays import Device, Host
-from eagle3.runner.sampling.draws import MANY, Dense, Sparse
-from eagle3.runner.sampling.filters import FIRST, thresholds
+from eagle3.runner.sampling.draws import FIRST, MANY, Dense, Sparse, thresholds
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 

@@ -22,7 +22,7 @@ from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.xnnpack import quantization
 from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
-from eagle3.export.lowering.xnnpack.export_memory import _model_bytes
+from eagle3.export.lowering.xnnpack.backend import _model_bytes
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
 from eagle3.export.lowering.xnnpack.quantization import DynamicWeight, Int8Rows, Recipe
 from eagle3.export.lowering.xnnpack.recipe import DEFAULT_GROUP
