@@ -1,6 +1,5 @@
 """The prefix in the caches is reused whenever that is correct, and only then, whatever happened between two prompts."""
 
-from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -158,7 +157,8 @@ def test_a_ring_of_unknown_length_is_not_reused(cached):
     ],
 )
 def test_recurrent_layers_continue_from_uncommitted_positions_or_the_saved_state(kept, fresh, window, reused):
-    metadata = replace(scripted_metadata(window=window), rollback_rows=16, min_prefill=18, max_prefill=40, max_seq_len=128)
+    lengths = {"min_prefill": 18, "max_prefill": 40, "max_seq_len": 128}
+    metadata = scripted_metadata(window=window, rollback_rows=16, **lengths)
     cached = CachedTokens()
     cached.run(0, 40, metadata.rollback_rows)
     cached.run(40, 4, metadata.rollback_rows)
