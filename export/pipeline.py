@@ -22,6 +22,7 @@ from eagle3.export.planning.methods import MethodPlan
 from eagle3.export.planning.plan import Plan
 from eagle3.export.report import draft_text, quantized_text
 from eagle3.export.speculator.merged_linears import merge_linears
+from eagle3.export.speculator.own_storages import check_storages, own_storages
 from eagle3.export.speculator.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
 from eagle3.export.speculator.tensor_files import in_files, return_freed_memory
 from eagle3.runner.contract import FORWARD, LACKING, PREFILL, Metadata, format_version
@@ -60,6 +61,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             backend.prepare(speculator, plan)
             merge_linears(speculator, folder)
             manifest |= backend.pack(speculator, plan, folder)
+            own_storages(speculator, folder)
             return_freed_memory()
         programs = {}
         for method in plan.methods:
@@ -126,7 +128,8 @@ def load_speculator(
 
 
 def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, dtype: torch.dtype) -> ExportedProgram:
-    """Trace a method for every length from ``min_len`` to ``max_len``."""
+    """Trace a method for every length from ``min_len`` to ``max_len``. Raises ValueError for tensors that share a
+    storage."""
     inputs = trace_inputs(method.name, method.traced_len, feature_size, dtype)
     dynamic = None
     if method.min_len < method.max_len:
@@ -134,9 +137,11 @@ def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, d
         by_rank = {1: {0: rows}, 2: {1: rows}, 3: {1: rows}}
         dynamic = (tuple(by_rank[value.ndim] for value in inputs),)
     with torch.no_grad():
-        return torch.export.export(
+        program = torch.export.export(
             SpeculatorMethod(speculator, method.name), inputs, dynamic_shapes=dynamic, strict=False
         )
+    check_storages(program)
+    return program
 
 
 def make_manifest(plan: Plan) -> dict[str, Any]:

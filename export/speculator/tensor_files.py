@@ -50,6 +50,11 @@ def part_names(weight: TorchAOBaseTensor) -> list[str]:
     return weight.__tensor_flatten__()[0]
 
 
+def parts(value: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor consists of: itself, or the parts of a quantized weight."""
+    return [getattr(value, name) for name in part_names(value)] if isinstance(value, TorchAOBaseTensor) else [value]
+
+
 def in_files(convert: Convert, dtype: torch.dtype, folder: Path) -> Convert:
     """Return a conversion that calls ``convert`` and moves its results into files, and that converts plain
     floating-point tensors to ``dtype``. Results that share memory with the input are not moved, since a checkpoint's
@@ -58,9 +63,9 @@ def in_files(convert: Convert, dtype: torch.dtype, folder: Path) -> Convert:
 
     def converted(name: str, value: Tensor) -> Tensor:
         made = convert(name, value)
-        given = {_memory(part) for part in _parts(value)}
+        given = {_memory(part) for part in parts(value)}
         if isinstance(made, TorchAOBaseTensor):
-            for name_of_part, part in zip(part_names(made), _parts(made), strict=True):
+            for name_of_part, part in zip(part_names(made), parts(made), strict=True):
                 setattr(made, name_of_part, _moved(part, part.dtype, given, folder))
             return made
         if made not in moved:
@@ -75,10 +80,6 @@ def return_freed_memory() -> None:
     after a model was quantized. With another C library this does nothing."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _parts(value: Tensor) -> list[Tensor]:
-    return [getattr(value, name) for name in part_names(value)] if isinstance(value, TorchAOBaseTensor) else [value]
 
 
 def _memory(value: Tensor) -> int:

@@ -47,21 +47,20 @@ class CachedTokens:
         The prompt's last token is always computed again, for its logits. With ``draft``, the last common token is
         computed again too if its successor differs, because its draft slot pairs its feature with the successor.
         Recurrent layers can continue from any position that they have not committed, or from the state that the last
-        long chunk saved; only a long chunk reads that state.
+        long chunk saved; only a long chunk reads that state. Sliding windows are checked last, at the position where
+        the computation continues.
         """
         common = common_prefix(prompt, self.tokens)
         kept = min(common, len(prompt) - 1, len(self.tokens) - 1)
         if draft:
             kept = min(kept, common - 1, self.draft_slots)
+        if metadata.rollback_rows is not None and kept < self._committed:
+            readable = self._saved <= kept and len(prompt) - self._saved >= metadata.min_prefill
+            kept = self._saved if readable else 0
         windows = [metadata.sliding_window, *([metadata.draft_sliding_window] if draft else [])]
         if kept <= 0 or not all(still_held(kept, window, self._highest) for window in windows):
             self.clear()
             return 0
-        if metadata.rollback_rows is not None and kept < self._committed:
-            kept = self._saved if self._saved <= kept and len(prompt) - self._saved >= metadata.min_prefill else 0
-            if not kept:
-                self.clear()
-                return 0
         self.tokens, self.draft_slots = self.tokens[: kept + 1], min(self.draft_slots, kept, common - 1)
         return kept
 

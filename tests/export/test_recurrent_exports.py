@@ -1,4 +1,4 @@
-"""Random targets with layers of Mamba 2 and of Kimi's delta attention are exported with random EAGLE-3 heads and run:
+"""Random targets with layers of each recurrent rule are exported with random EAGLE-3 heads and run:
 their tokens equal transformers' greedy ones."""
 
 import pytest
@@ -13,8 +13,9 @@ from eagle3.runner.cache.cached_tokens import CachedTokens
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.rounds.loop import complete
 
-CASES = (("nemotron_h", None), ("bamba", "8da8w"), ("kimi_linear", None), ("kimi_linear", "8da8w"))
-"""Falcon-H1 is exported by ``family_exports.py``."""
+CASES = (("nemotron_h", None), ("bamba", "8da8w"), ("kimi_linear", "8da8w"), ("lara_mini", None))
+"""LaraMini's checkpoint is split into views, and it has a sliding window. Falcon-H1 is exported by
+``family_exports.py``, and every family with a state by ``scripts/survey/check_recurrent.py``."""
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: " ".join(filter(None, case)))

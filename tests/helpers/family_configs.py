@@ -49,6 +49,17 @@ FALCON_H1 = MAMBA2 | {
 }
 """Every multiplier of the class has a value of its own."""
 
+DELTA_RULE = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 512,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+EXPERTS_BESIDE_ONE = EXPERTS | {"shared_expert_intermediate_size": 32}
+
 FAMILIES = {
     "bamba": MAMBA2 | {"num_hidden_layers": 3, "attn_layer_indices": [1], "time_step_limit": (0.02, 0.1)},
     "cohere": {"logit_scale": 0.25},
@@ -117,6 +128,13 @@ FAMILIES = {
         "moe_intermediate_size": 32,
         "max_position_embeddings": 512,
     },
+    "lara_mini": DELTA_RULE
+    | EXPERTS_BESIDE_ONE
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 32,
+    },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True},
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "conv_L_cache": 4},
     "lfm3": {"sliding_window": 16, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
@@ -147,13 +165,17 @@ FAMILIES = {
         "moe_shared_expert_intermediate_size": 48,
     },
     "olmo2": {},
+    "olmo_hybrid": DELTA_RULE | {"linear_num_key_heads": 4},
     "olmo3": {"sliding_window": 16, "layer_types": ALTERNATING},
     "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
     "phi3": {"sliding_window": 16},
     "phi3 without a window": {"sliding_window": None},
     "qwen2": {},
     "qwen2 with a window": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen3_5_moe_text": DELTA_RULE | EXPERTS_BESIDE_ONE,
+    "qwen3_5_text": DELTA_RULE,
     "qwen3_moe": EXPERTS,
+    "qwen3_next": DELTA_RULE | EXPERTS_BESIDE_ONE,
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "stablelm": {"num_key_value_heads": 4, "partial_rotary_factor": 0.25},
     "starcoder2": {"sliding_window": 16},

@@ -31,13 +31,15 @@ class InTurn:
 
 
 def random_metadata(random):
-    """Return random metadata, with no windows or windows hardly longer than a verify window and a P-EAGLE's mask
-    rows."""
+    """Return random metadata, with no windows or windows hardly longer than a verify window and a P-EAGLE's mask rows.
+    Every other target is recurrent: its chunks are longer than the rows that it can roll back."""
     chain_len = random.randint(1, 5)
     proposals = random.choice([1, chain_len])
-    window, draft_window = (random.choice([0, chain_len + random.randint(1, 6)]) for _ in range(2))
-    most = min(window or 12, draft_window or 12)
-    min_prefill = random.randint(2, most)
+    rollback = random.choice([None, chain_len + random.randint(1, 3)])
+    shortest = chain_len if rollback is None else rollback + 1
+    window, draft_window = (random.choice([0, shortest + random.randint(1, 6)]) for _ in range(2))
+    most = min(window or 14, draft_window or 14)
+    min_prefill = random.randint(2, most) if rollback is None else random.randint(rollback + 1, most)
     return scripted_metadata(
         max_seq_len=random.randint(20, 64),
         min_prefill=min_prefill,
@@ -46,6 +48,7 @@ def random_metadata(random):
         window=window,
         draft_window=draft_window and draft_window + proposals - 1,
         proposals=proposals,
+        rollback_rows=rollback,
     )
 
 

@@ -30,6 +30,7 @@ def scripted_metadata(
     proposals=1,
     manifest=None,
     verify_rows=None,
+    rollback_rows=None,
 ) -> Metadata:
     return Metadata(
         max_seq_len=max_seq_len,
@@ -49,6 +50,7 @@ def scripted_metadata(
         proposals=proposals,
         draft_sliding_window=draft_window,
         verify_rows=verify_rows,
+        rollback_rows=rollback_rows,
     )
 
 
@@ -91,6 +93,33 @@ class ScriptedCache:
         return position % (2 * self.window) if self.window else position
 
 
+class ScriptedState:
+    """The state of recurrent layers: the tokens that it and the saved state were computed from, and a ring of the rows
+    that a call may have rejected."""
+
+    def __init__(self, rollback_rows: int):
+        self.rollback_rows = rollback_rows
+        self.committed: tuple[int, ...] = ()
+        self.saved: tuple[int, ...] = ()
+        self.rows: dict[int, Entry] = {}
+
+    def run(self, before: tuple[int, ...], entries: list[Entry]) -> None:
+        """Check that the rows of a call can be computed after the tokens ``before``, and commit what it commits."""
+        first, rollback, chunk = len(before), self.rollback_rows, len(entries) > self.rollback_rows
+        state = self.committed if first else ()
+        if chunk and 0 < first < len(self.committed) and first == len(self.saved):
+            state = self.saved
+        assert len(state) <= first <= len(state) + rollback, f"a state of {len(state)} tokens, a call at {first}"
+        for position in range(len(state), first):
+            row = self.rows[position % rollback]
+            assert row.position == position and row.prefix == before[: position + 1], "the row is of another text"
+        assert state == before[: len(state)], "the state is of another text"
+        self.committed = before
+        if chunk:
+            self.committed = self.saved = entries[-rollback - 1].prefix
+        self.rows |= {entry.position % rollback: entry for entry in entries[-rollback:]}
+
+
 class ScriptedSession:
     """A session made of two functions of a tuple of ids: ``greedy(prefix) -> token`` is the target and
     ``proposal(prefix) -> token`` the draft. The feature of position p is [p, a number of its own], so that a draft slot
@@ -103,6 +132,7 @@ class ScriptedSession:
         self.positions = torch.arange(metadata.max_seq_len)
         self.target_cache = ScriptedCache(metadata.sliding_window)
         self.draft_cache = ScriptedCache(metadata.draft_sliding_window)
+        self.state = ScriptedState(metadata.rollback_rows) if metadata.rollback_rows else None
         self.has_decode, self.has_speculate = True, False
         self.seconds, self.calls, self.load_seconds = Counter(), Counter(), 0.0
         self.windows: list[int] = []
@@ -126,6 +156,8 @@ class ScriptedSession:
         assert positions[-1] < self.metadata.max_seq_len, "past the cache"
         before = self.target_cache[positions[0] - 1].prefix if positions[0] else ()
         entries = [Entry(p, (*before, *row[: i + 1])) for i, p in enumerate(positions)]
+        if self.state is not None:
+            self.state.run(before, entries)
         self._write(self.target_cache, entries)
         for entry in entries:
             self.target_cache.check(entry)

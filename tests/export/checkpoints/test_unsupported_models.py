@@ -3,7 +3,9 @@
 import pytest
 import torch
 from family_configs import SIZE
+from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.twin.target import check_target
@@ -34,6 +36,13 @@ def test_a_model_with_another_structure_is_refused(model_type, tmp_path):
 def test_an_unsupported_kind_of_layer_is_refused(model_type, tmp_path):
     line = refusal(CONFIG_MAPPING[model_type](), tmp_path)
     assert f"({model_type})" in line and f"layer_types has {OTHER_LAYERS[model_type]}" in line and "--list-t" in line
+
+
+def test_a_state_that_no_cache_and_no_layer_type_shows_is_refused(tmp_path, monkeypatch):
+    """In transformers' own model each MLP also reads the row before (a token shift, as in RWKV)."""
+    original = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: original(self, x + F.pad(x, (0, 0, 1, 0))[:, :-1]))
+    assert "would not compute" in refusal(CONFIG_MAPPING["llama"](**SIZE), tmp_path)
 
 
 def test_a_multimodal_model_with_its_lm_head_in_another_place_is_refused(tmp_path):

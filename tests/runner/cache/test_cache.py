@@ -1,6 +1,5 @@
 """The prefix in the caches is reused whenever that is correct, and only then, whatever happened between two prompts."""
 
-from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -146,17 +145,20 @@ def test_a_ring_of_unknown_length_is_not_reused(cached):
 
 
 @pytest.mark.parametrize(
-    ("kept", "fresh", "reused"),
+    ("kept", "fresh", "window", "reused"),
     [
-        (44, 2, 43),  # only positions before the last window are committed
-        (41, 30, 41),
-        (30, 30, 24),  # continues from the state that the prompt's chunk saved
-        (30, 3, 0),  # too few tokens for a long chunk, which reads that state
-        (20, 40, 0),  # the saved state is after the common prefix
+        (44, 2, 0, 43),  # only positions before the last window are committed
+        (41, 30, 0, 41),
+        (30, 30, 0, 24),  # continues from the state that the prompt's chunk saved
+        (30, 3, 0, 0),  # too few tokens for a long chunk, which reads that state
+        (20, 40, 0, 0),  # the saved state is after the common prefix
+        (30, 30, 19, 24),
+        (30, 30, 18, 0),  # the ring holds the window before 30, but not the one before the saved state
     ],
 )
-def test_recurrent_layers_continue_from_uncommitted_positions_or_the_saved_state(kept, fresh, reused):
-    metadata = replace(scripted_metadata(), rollback_rows=16, min_prefill=18, max_prefill=40, max_seq_len=128)
+def test_recurrent_layers_continue_from_uncommitted_positions_or_the_saved_state(kept, fresh, window, reused):
+    lengths = {"min_prefill": 18, "max_prefill": 40, "max_seq_len": 128}
+    metadata = scripted_metadata(window=window, rollback_rows=16, **lengths)
     cached = CachedTokens()
     cached.run(0, 40, metadata.rollback_rows)
     cached.run(40, 4, metadata.rollback_rows)
