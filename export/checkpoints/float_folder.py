@@ -1,10 +1,10 @@
 """A folder of safetensors with linears in FP8 or NVFP4, as NVIDIA's Model Optimizer and llm-compressor write them.
 
 An FP8 weight has codes in E4M3 and a scale for the whole weight, for each row, or for each block; the shape of the
-scales decides. Model Optimizer stores blocks of 128 x 128 as [R, 1, C, 1] (``FP8_PB_WO``; vLLM's ``modelopt.py``). An NVFP4 weight has
-codes of 4 bits (E2M1), an E4M3 scale for each 16 of them along a row, and a float32 scale for the whole weight, by
-which llm-compressor divides and Model Optimizer multiplies (``compressors/nvfp4`` of compressed-tensors 0.20; vLLM's
-``modelopt.py``).
+scales decides. Model Optimizer stores blocks of 128 x 128 as [R, 1, C, 1] (``FP8_PB_WO``; vLLM's ``modelopt.py``). An
+NVFP4 weight has codes of 4 bits (E2M1), an E4M3 scale for each 16 of them along a row, and a float32 scale for the
+whole weight, by which llm-compressor divides and Model Optimizer multiplies (``compressors/nvfp4`` of
+compressed-tensors 0.20; vLLM's ``modelopt.py``).
 
 Products are computed in float32. Servers that keep the codes also round the inputs of these linears, so their tokens
 may differ.

@@ -63,7 +63,9 @@ class Fp8Folder(SafetensorsFolder):
     @cached_property
     def _coded(self) -> set[str]:
         """Return the names of the weights in FP8. Raises ValueError for codes and scales that do not fit each other."""
-        coded = {name for name, header in self._raw.items() if header.dtype.startswith("F8_") and not name.endswith(SCALES)}
+        coded = {
+            name for name, header in self._raw.items() if header.dtype.startswith("F8_") and not name.endswith(SCALES)
+        }
         coded |= {name.removesuffix(SCALES) for name in self._raw if name.endswith(SCALES)}
         for name in sorted(coded):
             codes, scales = self._raw.get(name), self._raw.get(name + SCALES)

@@ -135,7 +135,8 @@ def _interval(kinds: list[str]) -> int | None:
 
 def rotates(config: "PreTrainedConfig") -> bool:
     """Return True if the model rotates queries and keys. Granite's hybrids do for "rope" alone, not for null."""
-    return bool(getattr(config, "rope_parameters", None)) and getattr(config, "position_embedding_type", "rope") == "rope"
+    kind = getattr(config, "position_embedding_type", "rope")
+    return bool(getattr(config, "rope_parameters", None)) and kind == "rope"
 
 
 def ropes_of(config: "PreTrainedConfig") -> dict[str, dict[str, Any]]:

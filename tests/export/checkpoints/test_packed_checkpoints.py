@@ -138,7 +138,9 @@ def test_symmetric_gptq_has_the_middle_code_for_zero_whatever_is_stored(kind, le
     stored = {"quantization_config": gptq_config(bits, 32, True, kind)}
     (tmp_path / "config.json").write_text(json.dumps(stored))
     found = open_source(tmp_path).tensor("a.weight")
-    torch.testing.assert_close(dequantize_weight(found, torch.float32), dense(codes, scale, None, bits), rtol=2e-3, atol=0)
+    torch.testing.assert_close(
+        dequantize_weight(found, torch.float32), dense(codes, scale, None, bits), rtol=2e-3, atol=0
+    )
 
 
 def test_the_old_key_of_compressed_tensors_is_read_as_the_new_one(tmp_path):

@@ -41,7 +41,7 @@ def has_own_layer(folder: Path) -> bool:
 
 def own_names(names: Collection[str], layers: int) -> dict[str, str]:
     """Map the tensors of the MTP layer of a target of ``layers`` layers to the head's names; empty if it has none."""
-    of_layer = re.compile(rf"(model\.|model\.language_model\.|language_model\.model\.)layers\.{layers}\.eh_proj\.weight")
+    of_layer = re.compile(rf"(model|model\.language_model|language_model\.model)\.layers\.{layers}\.eh_proj\.weight")
     if fusing := next(filter(of_layer.fullmatch, names), None):
         behind = fusing.removesuffix("eh_proj.weight")
         found = {name: name.removeprefix(behind) for name in names if name.startswith(behind)}
