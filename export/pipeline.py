@@ -18,6 +18,7 @@ from eagle3.export.lowering.backend import load_backend
 from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
 from eagle3.export.output.folder import full_disk_named, whole_folder
 from eagle3.export.output.progress import Progress
+from eagle3.export.output.tokenizer import write_tokenizer
 from eagle3.export.planning.methods import MethodPlan
 from eagle3.export.planning.plan import Plan
 from eagle3.export.report import draft_text, quantized_text
@@ -76,6 +77,8 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         with progress.stage("write"):
             digests = write_program(program, folder)
             copy_tokenizer(plan.checkpoint, folder)
+            for line in write_tokenizer(plan.checkpoint, folder):
+                progress.say(line)
         checked = check(folder, plan, speculator, progress)
         record = {
             "flags": plan.config.as_json(),

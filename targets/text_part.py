@@ -52,6 +52,13 @@ def like(config: PreTrainedConfig, other: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
+def without_whole(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of a text configuration that is no part of a larger one, so that the text model's class is used."""
+    config = deepcopy(config)
+    config.__dict__.pop(_WHOLE, None)
+    return config
+
+
 def whole_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of the configuration that contains a text configuration, with that text configuration in it.
 

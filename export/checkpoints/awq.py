@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from eagle3.export.checkpoints.json_fields import boolean
 from eagle3.export.checkpoints.packed import (
     ANOTHER,
     FLOAT_SCALES,
@@ -16,9 +17,11 @@ from eagle3.export.checkpoints.packed import (
     PackedLinear,
     Parts,
     Read,
+    agreed,
     as_tensor,
     check_bits,
     check_group,
+    check_middle,
     expect,
     matrix,
     unpacked,
@@ -36,11 +39,12 @@ class Awq(Format):
         where = f"{file}: quantization_config"
         check_bits(where, config, (4,))
         self.group = check_group(where, config)
-        version = str(config.get("version") or config.get("format") or "gemm").lower()
+        self.symmetric = boolean(config, "zero_point", True, where) is False
+        version = str(agreed(where, config, "version", "format") or "gemm").lower()
         if version != "gemm" or config.get("backend") == "llm-awq":
             raise ValueError(f"{where} has the version {version}, but only gemm is read: {ANOTHER}")
 
-    def layout(self, linear: str, parts: Parts, _read: Read) -> PackedLinear:
+    def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
         columns, words = matrix(linear, QWEIGHT, parts[QWEIGHT])
         rows, group = 8 * words, columns if self.group == -1 else self.group
         if columns % group or columns % 8:
@@ -53,6 +57,8 @@ class Awq(Format):
         expect(linear, QWEIGHT, parts[QWEIGHT], (columns, rows // 8), ("I32",), why)
         expect(linear, QZEROS, parts[QZEROS], (layout.groups, rows // 8), ("I32",), why)
         expect(linear, SCALES, parts[SCALES], (layout.groups, rows), FLOAT_SCALES, why)
+        if self.symmetric:  # AutoAWQ's kernels read the zero points nevertheless
+            check_middle(linear, QZEROS, layout, _in_order(read(QZEROS)), "zero_point: false")
         return layout
 
     def unpack(self, _linear: str, layout: PackedLinear, read: Read) -> Tensor:

@@ -46,6 +46,8 @@ class Scheme:
     bits: int
     group: int
     symmetric: bool
+    scattered: bool
+    """True if ``actorder`` is "group": a group's columns are scattered, and ``weight_g_idx`` says where."""
 
 
 class CompressedTensors(Format):
@@ -83,6 +85,12 @@ class CompressedTensors(Format):
         if G_IDX in parts:
             expect(linear, G_IDX, parts[G_IDX], (columns,), ("I32", "I64"), why)
             layout = replace(layout, order=input_order(linear, G_IDX, layout, read(G_IDX)))
+        if scheme.scattered != (G_IDX in parts) and (scheme.scattered or layout.order is not None):
+            has, says = ("no ", "group") if scheme.scattered else ("", "not group")
+            raise ValueError(
+                f"{linear} has {has}{G_IDX}, but quantization_config's actorder is {says}: is a shard missing, or is "
+                "config.json another checkpoint's?"
+            )
         return layout
 
     def unpack(self, _linear: str, layout: PackedLinear, read: Read) -> Tensor:
@@ -142,13 +150,22 @@ def _scheme(where: str, group: object, config: dict[str, Any]) -> Scheme:
         raise ValueError(
             f"{where} has group_size {_shown(size)}, which is not a number of columns: copy config.json again"
         )
+    if strategy == "channel" and size not in (None, -1):
+        raise ValueError(
+            f"{where} has group_size {_shown(size)} and strategy channel, which compressed-tensors refuses: take the "
+            "wrong one out"
+        )
     targets = group.get("targets")
     if not isinstance(targets, list) or not all(map(_is_target, targets)):
         raise ValueError(
             f"{where} has targets {_shown(targets)}, which is not a list of names and patterns: copy config.json again"
         )
     return Scheme(
-        tuple(targets), weights.get("num_bits", 8), size if strategy == "group" else -1, weights.get("symmetric", True)
+        targets=tuple(targets),
+        bits=weights.get("num_bits", 8),
+        group=size if strategy == "group" else -1,
+        symmetric=weights.get("symmetric", True),
+        scattered=weights.get("actorder") in (True, "group"),  # true is an older form of "group"
     )
 
 

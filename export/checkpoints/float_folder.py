@@ -1,9 +1,10 @@
 """A folder of safetensors with linears in FP8 or NVFP4, as NVIDIA's Model Optimizer and llm-compressor write them.
 
-An FP8 weight has codes in E4M3 and a scale for the whole weight, for each row, or for each block. An NVFP4 weight has
-codes of 4 bits (E2M1), an E4M3 scale for each 16 of them along a row, and a float32 scale for the whole weight, by
-which llm-compressor divides and Model Optimizer multiplies (``compressors/nvfp4`` of compressed-tensors 0.20; vLLM's
-``modelopt.py``).
+An FP8 weight has codes in E4M3 and a scale for the whole weight, for each row, or for each block; the shape of the
+scales decides. Model Optimizer stores blocks of 128 x 128 as [R, 1, C, 1] (``FP8_PB_WO``; vLLM's ``modelopt.py``). An
+NVFP4 weight has codes of 4 bits (E2M1), an E4M3 scale for each 16 of them along a row, and a float32 scale for the
+whole weight, by which llm-compressor divides and Model Optimizer multiplies (``compressors/nvfp4`` of
+compressed-tensors 0.20; vLLM's ``modelopt.py``).
 
 Products are computed in float32. Servers that keep the codes also round the inputs of these linears, so their tokens
 may differ.
@@ -33,6 +34,9 @@ GROUP = 16
 """The columns that share a scale in NVFP4."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of the codes from 0 to 7. The codes from 8 to 15 have these values with the other sign."""
+MODEL_OPTIMIZER_BLOCK = 128, 128
+WEIGHT_SCALES = "weight_scale", "weight_scale_inv"
+"""The names of the scales. They multiply the codes under both."""
 UNREAD = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 """The last parts of the names of tensors that round inputs and caches, which the export does not do."""
 
@@ -109,23 +113,28 @@ class FloatFolder(SafetensorsFolder):
         found = {}
         for name, header in self._raw.items():
             linear, _, part = name.rpartition(".")
-            if part == "weight_packed" or (part == "weight" and header.dtype in ("U8", CODES)):
+            is_coded = header.dtype == "U8" or header.dtype.startswith("F8_")
+            if part == "weight_packed" or (part == "weight" and is_coded):
                 found[f"{linear}.weight"] = self._coded_of(linear, name, header)
         return found
 
     def _coded_of(self, linear: str, codes: str, header: TensorHeader) -> Coded:
-        scales = self._part(codes, f"{linear}.weight_scale")
+        named = [name for name in WEIGHT_SCALES if f"{linear}.{name}" in self._raw]
+        if len(named) > 1:
+            raise ValueError(f"{self.path} has {linear}.{named[0]} and {linear}.{named[1]}: which one is meant?")
+        scale = f"{linear}.{named[0] if named else WEIGHT_SCALES[0]}"
+        scales = self._part(codes, scale)
         rows, columns = header.shape if len(header.shape) == 2 else (0, 0)
         if header.dtype == "U8":
             divides = codes.endswith("weight_packed")
             whole = f"{linear}.weight_global_scale" if divides else f"{linear}.weight_scale_2"
             shape, block = (rows, 2 * columns), (1, GROUP)
             fits = scales.dtype == CODES and self._part(codes, whole).elements == 1
-            coded = Coded(codes, f"{linear}.weight_scale", whole, divides, shape, block)
+            coded = Coded(codes, scale, whole, divides, shape, block)
         else:
-            shape, block = (rows, columns), self._block(rows, columns, scales)
-            fits = scales.dtype in SCALE_DTYPES
-            coded = Coded(codes, f"{linear}.weight_scale", None, False, shape, block)
+            shape, block = (rows, columns), self._block(scale, rows, columns)
+            fits = header.dtype == CODES and scales.dtype in SCALE_DTYPES
+            coded = Coded(codes, scale, None, False, shape, block)
         if not (rows and columns and fits) or scales.elements != math.prod(coded.blocks):
             raise ValueError(
                 f"{self.path}: {codes} is {header.dtype} {list(header.shape)} with scales {scales.dtype} "
@@ -139,16 +148,37 @@ class FloatFolder(SafetensorsFolder):
             raise ValueError(f"{self.path} has {codes}, but {name} is not there: is a shard missing?")
         return self._raw[name]
 
-    def _block(self, rows: int, columns: int, scales: TensorHeader) -> tuple[int, int]:
-        """Return the rows and columns that share an FP8 scale."""
+    def _block(self, scale: str, rows: int, columns: int) -> tuple[int, int]:
+        """Return the rows and columns that share one of the scales ``scale`` of an FP8 weight; (1, 1), which fits no
+        scales, if no known block has their shape. Raises ValueError if several do."""
+        scales = self._raw[scale]
         if scales.elements == 1:
             return rows, columns
+        if scales.shape in ((rows,), (rows, 1)):
+            return 1, columns
+        shape = scales.shape
+        if len(shape) == 4 and shape[1] == shape[3] == 1:
+            shape = shape[::2]
+        fits = [block for block in self._known_blocks if shape == (-(-rows // block[0]), -(-columns // block[1]))]
+        if len(fits) > 1:
+            raise ValueError(
+                f"{self.path}: {scale} is {list(scales.shape)}, which blocks of {' and '.join(map(str, fits))} "
+                f"(quantization_config) have in a weight of {rows} x {columns}: {ANOTHER}"
+            )
+        return fits[0] if fits else (1, 1)
+
+    @cached_property
+    def _known_blocks(self) -> list[tuple[int, int]]:
+        """The rows and columns of blocks: those in the configuration, or else Model Optimizer's."""
         groups: dict[str, Any] = self.config.get("config_groups") or {}
-        for group in groups.values():
-            found = (group.get("weights") or {}).get("block_structure")
-            if isinstance(found, list) and len(found) == 2 and len(scales.shape) == 2 and scales.shape[1] > 1:
-                return found[0], found[1]
-        return 1, columns
+        said = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
+        said += [self.config.get("weight_block_size")]
+        found = dict.fromkeys(
+            (each[0], each[1])
+            for each in said
+            if isinstance(each, list) and len(each) == 2 and all(isinstance(size, int) and size > 0 for size in each)
+        )
+        return list(found) or [MODEL_OPTIMIZER_BLOCK] * (self.config.get("quant_method") == MODEL_OPTIMIZER)
 
 
 def _is_unread(name: str) -> bool:

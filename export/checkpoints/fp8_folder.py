@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from eagle3.export.checkpoints.packed import ANOTHER
 from eagle3.export.checkpoints.packed_folder import described
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.export.checkpoints.source import TensorHeader
@@ -19,7 +20,8 @@ from eagle3.export.checkpoints.source import TensorHeader
 QUANT_METHOD = "fp8"  # transformers' name
 SCALES = "_scale_inv"
 """The end of the name of a weight's scales, which multiply the codes in spite of the name."""
-CODES, SCALE_DTYPES = "F8_E4M3", ("F32", "BF16", "F16")
+CODES, SCALE_DTYPES = "F8_E4M3", ("F32", "BF16", "F16", "F8_E8M0")
+"""The dtypes of codes and of scales. E8M0 holds powers of two (``scale_fmt`` ue8m0)."""
 
 
 class Fp8Folder(SafetensorsFolder):
@@ -61,13 +63,17 @@ class Fp8Folder(SafetensorsFolder):
     @cached_property
     def _coded(self) -> set[str]:
         """Return the names of the weights in FP8. Raises ValueError for codes and scales that do not fit each other."""
-        coded = {name for name, header in self._raw.items() if header.dtype.startswith("F8_")}
+        coded = {
+            name for name, header in self._raw.items() if header.dtype.startswith("F8_") and not name.endswith(SCALES)
+        }
         coded |= {name.removesuffix(SCALES) for name in self._raw if name.endswith(SCALES)}
         for name in sorted(coded):
             codes, scales = self._raw.get(name), self._raw.get(name + SCALES)
             if codes is None or scales is None:
                 has, lacks = (name, name + SCALES) if scales is None else (name + SCALES, name)
-                raise ValueError(f"{self.path} has {has}, but {lacks} is not there: is a shard missing?")
+                other = next((each for each in self._raw if each.startswith(f"{name}_scale") and each != has), None)
+                cause = f"it has {other}, a form that is not read: {ANOTHER}" if other else "is a shard missing?"
+                raise ValueError(f"{self.path} has {has}, but {lacks} is not there: {cause}")
             rows, columns = codes.shape[-2:] if len(codes.shape) > 1 else (0, 0)
             blocks = -(-rows // self.block[0]), -(-columns // self.block[1])
             fits = (*codes.shape[:-2], *blocks) == scales.shape and rows and columns

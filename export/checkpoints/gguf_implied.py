@@ -52,7 +52,7 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
     yield Implied("block_count", "num_hidden_layers", config.num_hidden_layers)
     yield Implied("embedding_length", "hidden_size", config.hidden_size)
     yield Implied("feed_forward_length", "intermediate_size", _widths(config))
-    unbounded = _has_mamba(config) and not _rotates(config)  # the converter writes 2^20
+    unbounded = _has_mamba(config) and not rotates(config)  # the converter writes 2^20
     yield Implied("context_length", "max_position_embeddings", None if unbounded else config.max_position_embeddings)
     yield Implied("vocab_size", "vocab_size", config.vocab_size)
     yield Implied("attention.head_count", "num_attention_heads", heads)
@@ -74,7 +74,8 @@ def implied(config: "PreTrainedConfig") -> Iterator[Implied]:
     yield Implied("attention.scale", _scale_field(config), _scale(config, width))
     yield from _switches(config)
     yield from _states(config, kinds)
-    yield from _ropes(config, width, narrow)
+    for each in _ropes(config, width, narrow):
+        yield each if rotates(config) else each._replace(value=None)
 
 
 def _widths(config: "PreTrainedConfig") -> int | list[int] | None:
@@ -132,8 +133,10 @@ def _interval(kinds: list[str]) -> int | None:
     return first if regular else None
 
 
-def _rotates(config: "PreTrainedConfig") -> bool:
-    return bool(getattr(config, "rope_parameters", None)) and getattr(config, "position_embedding_type", "") != "nope"
+def rotates(config: "PreTrainedConfig") -> bool:
+    """Return True if the model rotates queries and keys. Granite's hybrids do for "rope" alone, not for null."""
+    kind = getattr(config, "position_embedding_type", "rope")
+    return bool(getattr(config, "rope_parameters", None)) and kind == "rope"
 
 
 def ropes_of(config: "PreTrainedConfig") -> dict[str, dict[str, Any]]:
@@ -178,18 +181,28 @@ def _switches(config: "PreTrainedConfig") -> Iterator[Implied]:
     if "mlp" in _blocks(config) and "moe" not in _blocks(config):  # the class has a default for them
         experts = 0
     yield Implied("expert_count", "num_experts", experts, 0)
-    yield Implied("expert_used_count", "num_experts_per_tok", experts and said("num_experts_per_tok", "top_k_experts"))
-    yield Implied("expert_feed_forward_length", "moe_intermediate_size", experts and said("moe_intermediate_size"))
+    yield from _routing(config, bool(experts))
     shared = said(*_SHARED_WIDTHS)
     yield Implied("expert_shared_feed_forward_length", "shared_expert_intermediate_size", shared)
-    yield Implied("expert_shared_count", "n_shared_experts", experts and said("n_shared_experts"), 0)
-    yield Implied("expert_group_count", "n_group", experts and said("n_group"), 0)
-    yield Implied("expert_group_used_count", "topk_group", experts and said("topk_group"), 0)
-    yield Implied("expert_weights_norm", "norm_topk_prob", said("norm_topk_prob", default=None) if experts else None)
-    yield Implied("expert_weights_scale", "routed_scaling_factor", (experts and said("routed_scaling_factor")) or 1, 1)
     yield Implied("leading_dense_block_count", "num_dense_layers", said("num_dense_layers"), 0)
-    yield Implied("expert_gating_func", "model_type", _SIGMOID if config.model_type == "lfm2_moe" else None)
     yield Implied("attention.causal", "is_causal", True)
+
+
+def _routing(config: "PreTrainedConfig", has_experts: bool) -> Iterator[Implied]:
+    """Yield the keys for the choice of experts. Converters write them for models without experts as well, whose
+    configurations have the fields; they are not compared then."""
+    said, sigmoid = partial(_said, config), _SIGMOID if config.model_type == "lfm2_moe" else None
+    for key, field, value, absent in (
+        ("expert_used_count", "num_experts_per_tok", said("num_experts_per_tok", "top_k_experts"), None),
+        ("expert_feed_forward_length", "moe_intermediate_size", said("moe_intermediate_size"), None),
+        ("expert_shared_count", "n_shared_experts", said("n_shared_experts"), 0),
+        ("expert_group_count", "n_group", said("n_group"), 0),
+        ("expert_group_used_count", "topk_group", said("topk_group"), 0),
+        ("expert_weights_norm", "norm_topk_prob", said("norm_topk_prob", default=None), None),
+        ("expert_weights_scale", "routed_scaling_factor", said("routed_scaling_factor") or 1, 1),
+        ("expert_gating_func", "model_type", sigmoid, None),
+    ):
+        yield Implied(key, field, value if has_experts else None, absent if has_experts else None)
 
 
 def _ropes(config: "PreTrainedConfig", width: int, narrow: int | None) -> Iterator[Implied]:
@@ -201,7 +214,7 @@ def _ropes(config: "PreTrainedConfig", width: int, narrow: int | None) -> Iterat
     sections = [*_QWEN35_SECTIONS] if config.model_type.startswith("qwen3_5") else 0
     yield Implied("rope.dimension_sections", "mrope_section", rope.get("mrope_section") or sections)
     yield Implied("rope.freq_base", field, rope.get("rope_theta"), 10000.0)
-    yield Implied("rope.freq_base_swa", field, swa.get("rope_theta"))
+    yield Implied("rope.freq_base_swa", field, narrow and swa.get("rope_theta"))
     yield Implied("rope.scaling.type", field, kind, "none")
     factor = rope.get("factor") if kind != "none" else 1
     yield Implied("rope.scaling.factor", "factor of rope_parameters", factor)

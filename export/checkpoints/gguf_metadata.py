@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from eagle3.export.checkpoints.gguf_file import GGUFFile
-from eagle3.export.checkpoints.gguf_implied import HARMLESS, implied, ropes_of
+from eagle3.export.checkpoints.gguf_implied import HARMLESS, implied, ropes_of, rotates
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.checkpoints.source import TensorHeader
 
@@ -193,7 +193,7 @@ def _check_rope_factors(file: GGUFFile, config: "PreTrainedConfig", folder: Path
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope, factors = ropes_of(config)["full_attention"], file.by_own_name("rope_freqs.weight")
-    if not rope and factors is None:
+    if not rotates(config) or (not rope and factors is None):
         return
     kind: str = rope.get("rope_type", "default")
     expected: torch.Tensor | None = None

@@ -2,9 +2,11 @@
 
 The parts are ``qweight`` int32 [K / per word, N], ``qzeros`` int32 [groups, N / per word], ``scales`` [groups, N] and
 ``g_idx`` [K]. Words hold the lowest bits first. The format ``gptq`` (v1) stores zero points less 1; ``gptq_v2`` stores
-them as they are.
+them as they are. ``sym`` implies zero points of the middle code: vLLM's Marlin kernels read no ``qzeros`` then. Tools
+disagree on whether that code is stored less 1, so both forms of it are read alike, and another zero point is refused.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.export.checkpoints.json_fields import boolean
+from eagle3.export.checkpoints.json_fields import boolean, nested
 from eagle3.export.checkpoints.packed import (
     ANOTHER,
     BITS,
@@ -21,9 +23,11 @@ from eagle3.export.checkpoints.packed import (
     PackedLinear,
     Parts,
     Read,
+    agreed,
     as_tensor,
     check_bits,
     check_group,
+    check_middle,
     expect,
     input_order,
     matrix,
@@ -41,8 +45,10 @@ class Gptq(Format):
         self.bits = check_bits(where, config, BITS)
         self.group = check_group(where, config)
         # linears then differ in bits and group size, which follow from the shapes of their parts
-        self.dynamic = bool(config.get("dynamic"))
-        kind = config.get("checkpoint_format") or config.get("format") or "gptq"
+        self.dynamic = nested(config, "dynamic", where)
+        self._where, self._sym = where, boolean(config, "sym", None, where)
+        self._ordered = boolean(config, "desc_act", None, where) is False
+        kind = agreed(where, config, "checkpoint_format", "format") or "gptq"
         if kind not in ("gptq", "gptq_v2") or boolean(config, "is_marlin_format", False, where):
             raise ValueError(f"{where} has the format {kind}, but only gptq and gptq_v2 are read: {ANOTHER}")
         self.less_one = kind == "gptq"
@@ -67,14 +73,44 @@ class Gptq(Format):
         if G_IDX in parts:
             expect(linear, G_IDX, parts[G_IDX], (columns,), ("I32", "I64"), why)
             layout = replace(layout, order=input_order(linear, G_IDX, layout, read(G_IDX)))
+            if layout.order is not None and self._ordered and not self._reordered(linear):
+                raise ValueError(
+                    f"{linear}.{G_IDX} puts columns into groups out of their order, but quantization_config says "
+                    f"desc_act: false, with which vLLM does not read {G_IDX}: correct config.json, or {ANOTHER}"
+                )
+        if self._symmetric(linear):
+            self._check_symmetric(linear, layout, read)
+            return replace(layout, symmetric=True)
         if self.less_one:
             self._check_zeros(linear, layout, read)
         return layout
 
     def unpack(self, _linear: str, layout: PackedLinear, read: Read) -> Tensor:
         codes = read(QWEIGHT).t().contiguous().view(torch.uint8)
+        if layout.symmetric:
+            return as_tensor(layout, codes, read(SCALES).t(), None)
         zero = self._stored_zeros(layout, read) + int(self.less_one)
         return as_tensor(layout, codes, read(SCALES).t(), zero.t())
+
+    def _symmetric(self, linear: str) -> bool | None:
+        return boolean(self._override(linear), "sym", self._sym, self._where)
+
+    def _reordered(self, linear: str) -> bool | None:
+        return boolean(self._override(linear), "desc_act", None, self._where)
+
+    def _override(self, linear: str) -> dict[str, Any]:
+        """Return the settings of the first rule of ``dynamic`` for a linear. GPTQModel's rules are patterns after
+        ``+:``, AutoRound's are names or patterns."""
+        for rule, settings in self.dynamic.items():
+            if isinstance(settings, dict) and (rule == linear or _matches(rule.removeprefix("+:"), linear)):
+                return settings
+        return {}
+
+    def _check_symmetric(self, linear: str, layout: PackedLinear, read: Read) -> None:
+        """Raise ValueError unless all zero points are the middle code, stored as it is or less 1."""
+        zero, middle = self._stored_zeros(layout, read), 1 << (layout.bits - 1)
+        if not (zero == middle - 1).all():
+            check_middle(linear, QZEROS, layout, zero if (zero == middle).all() else zero + self.less_one, "sym: true")
 
     def _stored_zeros(self, layout: PackedLinear, read: Read) -> Tensor:
         return unpacked(read(QZEROS), layout.bits)[:, : layout.rows]
@@ -88,3 +124,10 @@ class Gptq(Format):
                 f"{linear}.{QZEROS} stores a zero point of {largest} in the format gptq (v1), which means 0 to some "
                 f"tools and {largest + 1} to others: save it in the format gptq_v2"
             )
+
+
+def _matches(pattern: str, linear: str) -> bool:
+    try:
+        return re.match(pattern, linear) is not None
+    except re.error:
+        return False

@@ -110,6 +110,7 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 def check_bits(where: str, config: dict[str, Any], known: tuple[int, ...]) -> int:
     """Return the checked ``bits`` of a quantization_config."""
+    agreed(where, config, "bits", "w_bit")
     bits = count(config, "bits", None, where)
     if bits is None or bits not in known:
         raise ValueError(f"{where} has bits {bits}, but must have {' or '.join(map(str, known))} to be read: {ANOTHER}")
@@ -118,7 +119,31 @@ def check_bits(where: str, config: dict[str, Any], known: tuple[int, ...]) -> in
 
 def check_group(where: str, config: dict[str, Any]) -> int:
     """Return the checked ``group_size`` of a quantization_config; -1 means that a row has one scale."""
+    agreed(where, config, "group_size", "q_group_size")
     return count(config, "group_size", 128, where) if config.get("group_size") != -1 else -1
+
+
+def agreed(where: str, config: dict[str, Any], *keys: str) -> Any:  # noqa: ANN401 - of the field's type
+    """Return the value of the keys, which are names of one field: tools differ in which of them they read. Raises
+    ValueError if two of them have different values; None if no key has one."""
+    found = {key: config[key] for key in keys if config.get(key) is not None}
+    if len(set(map(repr, found.values()))) > 1:
+        (first, one), (second, other) = list(found.items())[:2]
+        raise ValueError(
+            f"{where} has {first} {one} and {second} {other}, but they mean the same: take the wrong one out"
+        )
+    return next(iter(found.values()), None)
+
+
+def check_middle(linear: str, part: str, layout: "PackedLinear", zero: Tensor, says: str) -> None:
+    """Raise ValueError unless all zero points are the middle code, as ``says`` of quantization_config implies."""
+    middle = 1 << (layout.bits - 1)
+    other = zero[zero != middle]
+    if other.numel():
+        raise ValueError(
+            f"{linear}.{part} has a zero point of {int(other[0])}, but quantization_config says {says}, which implies "
+            f"{middle}: tools differ in which of them they read: correct config.json, or {ANOTHER}"
+        )
 
 
 def matrix(linear: str, part: str, header: TensorHeader) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle3.export.checkpoints.awq import Awq
 from eagle3.export.checkpoints.compressed_tensors import CompressedTensors
 from eagle3.export.checkpoints.gptq import Gptq
-from eagle3.export.checkpoints.json_fields import nested, read_object
+from eagle3.export.checkpoints.json_fields import boolean, nested, read_object
 from eagle3.export.checkpoints.packed import ANOTHER, Format, PackedLinear, Read
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.export.checkpoints.source import TensorHeader
@@ -27,13 +27,21 @@ def auto_round(file: Path, config: dict[str, Any]) -> Format:
         raise ValueError(
             f"{where} has packing_format {packed_as}, but only {AUTO_GPTQ} and {AUTO_AWQ} are read: {ANOTHER}"
         )
+    backend = str(config.get("backend") or "")
+    if "awq" in backend.replace(":", " ") and packed_as != AUTO_AWQ:
+        raise ValueError(
+            f"{where} has packing_format {packed_as} and backend {backend}, which are of different formats: take the "
+            "wrong one out"
+        )
     if config.get("data_type") not in (None, "int"):
         raise ValueError(f"{where} has data_type {config['data_type']}, but only int is read: {ANOTHER}")
     if packed_as == AUTO_AWQ:
-        return Awq(file, {key: config.get(key) for key in ("bits", "group_size")})
-    single = nested(config, "extra_config", where).values()
+        symmetric = boolean(config, "sym", None, where)
+        given = {key: config.get(key) for key in ("bits", "group_size")}
+        return Awq(file, given | {"zero_point": None if symmetric is None else not symmetric})
+    single = nested(config, "extra_config", where).items()
     # 16 bits mean that the linear is not packed
-    packed = [each for each in single if isinstance(each, dict) and each.get("bits", 16) < 16]
+    packed = {name: each for name, each in single if isinstance(each, dict) and each.get("bits", 16) < 16}
     return Gptq(file, config | {"dynamic": packed})
 
 
@@ -135,13 +143,21 @@ def _parts_of(linear: str, read: Read) -> Read:
 
 def described(path: Path) -> tuple[str, dict[str, Any]] | None:
     """Return the key under which config.json, at its top level or in its text part, describes the quantization, and
-    that description; None if there is none."""
+    that description; None if there is none. Raises ValueError for two descriptions that differ."""
     if not (path / "config.json").is_file():
         return None
     fields = read_object(path / "config.json")
+    found = []
     for part in (fields, fields.get("text_config")):
         for key in (NEW_KEY, OLD_KEY, MLX):
-            found = part.get(key) if isinstance(part, dict) else None
-            if found is not None and (key != MLX or (isinstance(found, dict) and "bits" in found)):
-                return key, found if isinstance(found, dict) else {"quant_method": found}
-    return None
+            said = part.get(key) if isinstance(part, dict) else None
+            if said is not None and (key != MLX or (isinstance(said, dict) and "bits" in said)):
+                found.append((key, said if isinstance(said, dict) else {"quant_method": said}))
+    own = [each for each in found if each[0] != MLX]
+    if any(said != own[0][1] for _, said in own):
+        names = " and ".join(dict.fromkeys(key for key, _ in own))
+        raise ValueError(
+            f"{path / 'config.json'} describes its weights twice and differently ({names}, at the top and in "
+            "text_config): take the wrong one out"
+        )
+    return found[0] if found else None

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from eagle3.export.output.tokenizer import read_by_transformers
+
 PROSE = """The harbour wakes before the town does. At five the first boats come in with their lamps still lit, and the
 men on the quay count boxes without speaking. By six there is coffee in the shed, bread from the bakery on the hill, and
 an argument about the price of cod that nobody means to win. A child who should be asleep stands at the window of the
@@ -133,9 +135,9 @@ def pieces(
             raise ValueError(f"{folder} has no tokenizer.json, which --text {text} needs")
         drawn = (torch.randint(vocabulary, (length,), generator=generator) for _ in range(count))
         return [Piece("random ids", ids.tolist()) for ids in drawn]
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
+    own, made, _ = read_by_transformers(folder)
+    tokenizer = made or own
+    tokenizer.no_truncation()
     if text is not None and text.suffix == ".jsonl":
         return [Piece(text.name, ids) for line in _prompts(text) if (ids := tokenizer.encode(line).ids)]
     sources = _sources(folder, text)

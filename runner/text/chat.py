@@ -1,4 +1,4 @@
-"""Encodes conversations with a model's own chat template, through transformers."""
+"""Renders conversations with a model's own chat template, through transformers."""
 
 from pathlib import Path
 
@@ -53,15 +53,15 @@ class ChatTemplate:
         end = self._tokenizer.eos_token_id
         return () if end is None else (end,)
 
-    def encode(self, messages: list[Message]) -> list[int]:
-        """Return the token ids up to the beginning of the assistant's next turn.
+    def render(self, messages: list[Message]) -> str:
+        """Return the text of the prompt, up to the beginning of the assistant's next turn.
 
         Raises ValueError if ``messages`` are not a conversation, or with the template's own message if it rejects them.
         """
         template = self._tokenizer.chat_template
         told = [{**each, "role": role_in(template, each["role"])} for each in check_messages(messages)]
         try:
-            return self._tokenizer.apply_chat_template(told, add_generation_prompt=True, return_dict=False)
+            return self._tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program by the model's authors and may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the chat template in {self._folder} does not take these messages: {reason}") from error

@@ -1,5 +1,6 @@
 """Converts between text and token ids with the artifact's tokenizer. The loop itself handles only token ids."""
 
+import json
 import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -9,7 +10,7 @@ from eagle3.runner.text.chat import ChatTemplate, Message
 from eagle3.runner.text.checks import check_unicode
 from eagle3.runner.text.stop_strings import REPLACEMENT, StopStrings
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 FITTING = 16
 """Characters per token of the context. The length of a text with more characters is checked before it is tokenized."""
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -26,6 +27,10 @@ class Text:
             raise FileNotFoundError(f"{file} is missing: without a tokenizer, type --prompt-tokens 1,2,3")
         self.folder = folder
         self.tokenizer = Tokenizer.from_file(str(file))
+        # as transformers, which truncates and pads only in calls that ask for it
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.tokenizer.encode_special_tokens = _splits_special_tokens(folder)
         added = self.tokenizer.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
 
@@ -64,7 +69,8 @@ class Text:
     def encode_messages(self, messages: list[Message]) -> list[int]:
         """Return a conversation in the model's chat template, up to the beginning of the assistant's next turn. Raises
         ValueError if the model has no template, or if the messages are no conversation or the template rejects them."""
-        return self._chat_template.encode(messages)
+        rendered = self._chat_template.render(messages)
+        return self.tokenizer.encode(rendered, add_special_tokens=False).ids
 
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
@@ -95,6 +101,12 @@ class Text:
         if BYTE_TOKEN.fullmatch(written):
             return bytes.fromhex(written[3:5])
         return bytes(octets[char] for char in written) if written and octets.keys() >= set(written) else None
+
+
+def _splits_special_tokens(folder: Path) -> bool:
+    """Return True if special tokens in a text are tokenized as other text is: a setting beside ``tokenizer.json``."""
+    file = folder / SETTINGS_FILE
+    return file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("split_special_tokens") is True
 
 
 class TextStream:

@@ -1,6 +1,7 @@
 """MTP heads for tests: golden heads, and random targets whose own MTP layer has its published names."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from family_configs import FAMILIES, SIZE
 from places import TESTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpModel
 
@@ -43,11 +44,13 @@ OWN = {
     "glm4_moe_lite": {key: value for key, value in FAMILIES["deepseek_v3"].items() if key != "first_k_dense_replace"},
     "qwen3": {},
     "qwen3_5_text": RECURRENT,
+    "qwen3_5_moe_text": RECURRENT | EXPERTS_OF_QWEN,
     "qwen3_next": RECURRENT | EXPERTS_OF_QWEN,
 }
 """Targets with an MTP layer of their own: with latent attention and groups of experts, with partial rotary and experts,
 with latent attention and a list of which layers have experts, dense; recurrent layers, dense and with experts. The last
-three are named as Qwen3-Next's is."""
+four are named as Qwen3-Next's is."""
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 ON_THE_CPU = {"backend": "xnnpack", "cuda_arch": None, "max_prefill": None}
 """Flags for targets with recurrent layers."""
 MTP_KEYS = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]}
@@ -93,6 +96,19 @@ def save_target(folder: Path, model_type: str, **changes) -> Path:
     tensors = load_file(file) | {name: value.detach().clone().to(dtype) for name, value in named.items()}
     save_file(tensors, file, {"format": "pt"})
     return folder
+
+
+def published(text: Path, whole: Path) -> Path:
+    """Write a Qwen3.5 of the text class in the multimodal class in which it is published, and return its folder."""
+    fields = json.loads((text / "config.json").read_text())
+    outer = AutoConfig.for_model(fields["model_type"].removesuffix("_text"), text_config=fields, vision_config=VISION)
+    outer.tie_word_embeddings = fields["tie_word_embeddings"]
+    outer.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(outer)].__name__]
+    outer.save_pretrained(whole)
+    tensors = load_file(text / "model.safetensors")
+    named = {re.sub(r"^model\.", "model.language_model.", name): value for name, value in tensors.items()}
+    save_file(named, whole / "model.safetensors", {"format": "pt"})
+    return whole
 
 
 def transformers_head(target, folder: Path | None = None) -> MtpModel:

@@ -125,3 +125,54 @@ def test_a_computation_that_the_export_lacks_is_refused(field, says, tmp_path):
     shutil.copy(FLOATS / "nvfp4" / "model.safetensors", tmp_path)
     with pytest.raises(ValueError, match=f"{field}, which .*{says}"):
         open_source(tmp_path)
+
+
+def folder_of(path, shape: tuple[int, int], name: str, form, **fields) -> tuple[FloatFolder, torch.Tensor]:
+    """Write a weight in FP8 with a scale for each block of 128 x 128, which ``form`` reshapes. Return it and what it
+    means."""
+    torch.manual_seed(0)
+    codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    scales = 2.0 ** torch.randint(-8, 3, [-(-size // 128) for size in shape])
+    spread = scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+    save_file({WEIGHT: codes, f"model.proj.{name}": form(scales).contiguous()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": fields}))
+    return FloatFolder(path), codes.float() * spread
+
+
+BLOCKS = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+BLOCKS |= {"config_groups": {"g": {"weights": {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]}}}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "form", "fields"),
+    [
+        ((384, 320), "weight_scale", lambda s: s[:, None, :, None], {"quant_method": "modelopt"}),
+        ((128, 640), "weight_scale", lambda s: s, {"quant_method": "modelopt"}),
+        ((6, 700), "weight_scale", lambda s: s, {"quant_method": "modelopt"}),  # as many blocks as rows
+        ((384, 320), "weight_scale_inv", lambda s: s, {"quant_method": "modelopt", "quant_algo": "FP8_BLOCK_SCALES"}),
+        ((384, 128), "weight_scale", lambda s: s, BLOCKS),
+        ((384, 128), "weight_scale", lambda s: s.to(torch.float8_e8m0fnu), BLOCKS),
+    ],
+)
+def test_blocks_are_told_by_the_shape_of_their_scales(shape, name, form, fields, tmp_path):
+    source, expected = folder_of(tmp_path, shape, name, form, **fields)
+    assert torch.equal(source.tensor(WEIGHT), expected)
+    assert source.headers().keys() == {WEIGHT}
+
+
+def test_scales_that_two_block_sizes_explain_are_refused(tmp_path):
+    groups = {str(rows): {"weights": {"block_structure": [rows, 128]}} for rows in (128, 110)}  # 3 blocks of 300 rows
+    fields = BLOCKS | {"config_groups": groups}
+    source, _ = folder_of(tmp_path, (300, 128), "weight_scale", lambda scales: scales, **fields)
+    with pytest.raises(ValueError, match=r"blocks of \(128, 128\) and \(110, 128\)"):
+        source.headers()
+
+
+def test_two_scales_of_one_weight_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="weight_scale and model.proj.weight_scale_inv: which one is meant"):
+        changed(tmp_path, "fp8_row", lambda t: t.update({"model.proj.weight_scale_inv": torch.ones(1)})).headers()
+
+
+def test_codes_of_another_dtype_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"is F8_E5M2 \[12, 96\]"):
+        changed(tmp_path, "fp8_row", cast("weight", torch.float8_e5m2)).headers()

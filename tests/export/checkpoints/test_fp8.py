@@ -95,10 +95,19 @@ def test_narrow_blocks_at_the_ends_and_experts_have_their_own_scales(tmp_path):
     assert list(source.headers()) == ["experts.up_proj"]
 
 
+def test_scales_that_are_powers_of_two_may_be_stored_as_such(tmp_path):
+    codes, scales = coded(torch.empty(100, 70))
+    scales = scales.to(torch.float8_e8m0fnu)
+    source = folder_of(tmp_path, {"a.weight": codes, "a.weight_scale_inv": scales})
+    expected = Fp8Dequantize(None)._dequantize_one(codes[:64, :64], scales[:1, :1].float(), torch.float32)
+    assert torch.equal(source.tensor("a.weight")[:64, :64], expected)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda codes, scales: {"a.weight": codes}, "a.weight_scale_inv is not there"),
+        (lambda codes, scales: {"a.weight": codes}, "a.weight_scale_inv is not there: is a shard missing"),
+        (lambda codes, scales: {"a.weight": codes, "a.weight_scale": scales}, "has a.weight_scale, a form that is not"),
         (lambda codes, scales: {"a.weight_scale_inv": scales}, "a.weight is not there"),
         (lambda codes, scales: {"a.weight": codes.float(), "a.weight_scale_inv": scales}, "is F32"),
         (lambda codes, scales: {"a.weight": codes, "a.weight_scale_inv": scales[:1]}, r"scales F32 \[1, 2\]"),

@@ -1,6 +1,7 @@
 """GGUF files of models with recurrent layers, short convolutions and experts, held against those of llama.cpp's
 converter."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,36 @@ def test_a_target_of_llama_cpps_converter_equals_transformers(case, tmp_path):
         expected = model(tokens, use_cache=False).logits
     state, _ = target(tokens, torch.arange(40), (1,))
     torch.testing.assert_close(target.logits(state), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "said", "fields"),
+    [
+        ("nemotron_h", {}, {"rope.dimension_count": 12}),  # the converter writes hidden / heads
+        ("nemotron_h_moe", {}, {"rope.dimension_count": 12, "rope.freq_base": 5e5}),
+        ("nemotron_h", {}, {"expert_used_count": 2, "expert_weights_scale": 2.5, "expert_group_count": 1}),
+        ("granitehybrid", {"position_embedding_type": None}, {"rope.dimension_count": 4, "rope.freq_base": 5e5}),
+        ("granitehybrid-dense", {"num_experts_per_tok": 4}, {"expert_used_count": 2}),
+    ],
+)
+def test_what_the_model_does_not_use_is_not_compared(case, said, fields, tmp_path):
+    golden = GOLDEN / "gguf" / case
+    config = json.loads((golden / "config.json").read_text()) | said
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    draft = save_random_draft(tmp_path / "draft", AutoConfig.from_pretrained(golden), (1, 2, 3), draft_vocab=24)
+    flags = {"backend": "xnnpack", "max_seq_len": 64, "config_folder": tmp_path}
+    file = rewritten(tmp_path / "model.gguf", case, fields=fields)
+    assert make_plan(ExportConfig("auto", None, file, draft, **flags)).target_headers
+
+
+def test_a_hybrid_that_rotates_is_held_to_its_rope(tmp_path):
+    golden = GOLDEN / "gguf" / "granitehybrid"
+    config = json.loads((golden / "config.json").read_text()) | {"position_embedding_type": "rope"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = rewritten(tmp_path / "model.gguf", "granitehybrid", fields={"rope.dimension_count": 4})
+    flags = {"backend": "xnnpack", "max_seq_len": 64, "config_folder": tmp_path}
+    with pytest.raises(ValueError, match=r"(context_length|rope.dimension_count) is"):
+        make_plan(ExportConfig("auto", None, file, Path("none"), **flags))
 
 
 @pytest.mark.parametrize(

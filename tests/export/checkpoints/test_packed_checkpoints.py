@@ -10,12 +10,15 @@ from executorch.extension.llm.export.quant import dequantize_weight
 from packed_checkpoints import (
     FORMATS,
     WIDE,
+    dense,
+    gptq,
+    gptq_config,
     linears,
     planned,
     save_packed,
 )
 from places import TESTS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.checkpoints import open_source
@@ -123,6 +126,21 @@ def test_on_the_cpu_packed_checkpoints_give_transformers_tokens(name, bits, grou
         for _ in range(12):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     assert result == tokens[20:]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("kind", "less"), [("gptq", 0), ("gptq", 1), ("gptq_v2", 0), ("gptq_v2", 1)])
+def test_symmetric_gptq_has_the_middle_code_for_zero_whatever_is_stored(kind, less, bits, tmp_path):
+    torch.manual_seed(bits)
+    codes, scale = torch.randint(1 << bits, (32, 128)), torch.rand(32, 4).half()
+    parts = {f"a.{name}": value.contiguous() for name, value in gptq(codes, scale, None, bits, less).items()}
+    save_file(parts, tmp_path / "model.safetensors")
+    stored = {"quantization_config": gptq_config(bits, 32, True, kind)}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    found = open_source(tmp_path).tensor("a.weight")
+    torch.testing.assert_close(
+        dequantize_weight(found, torch.float32), dense(codes, scale, None, bits), rtol=2e-3, atol=0
+    )
 
 
 def test_the_old_key_of_compressed_tensors_is_read_as_the_new_one(tmp_path):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mtp_heads import CASES, GOLDEN, ON_THE_CPU, OWN, drafter_of, plan_of, save_target, transformers_head
+from mtp_heads import CASES, GOLDEN, ON_THE_CPU, OWN, drafter_of, plan_of, published, save_target, transformers_head
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -18,6 +18,7 @@ from eagle3.export.draft.twin import check_draft
 from eagle3.export.planning.pairing import check_pair
 from eagle3.export.planning.taps import choose_taps
 from eagle3.targets.attention import EagerAttention
+from eagle3.targets.text_part import is_part
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 TARGET = Qwen3Config(hidden_size=64, vocab_size=96, num_hidden_layers=4)
@@ -133,6 +134,21 @@ def test_the_twin_of_a_targets_own_mtp_layer_equals_its_formulas(own):
     assert (draft.kind, draft.dialect, draft.takes_final_state) == (MTP, "the target's own checkpoint", True)
     compared = check_draft(draft, 0)
     assert compared["logits"] < 1e-4 and compared["states"] < 1e-4 and compared["tokens"] > 30
+
+
+def test_an_mtp_layer_is_found_and_read_in_the_multimodal_class(own, tmp_path):
+    """Qwen3.5 is published as a part of a multimodal model. Without ``--draft`` the layer is found as well."""
+    if not own.plan.target_config.model_type.startswith("qwen3_5"):
+        pytest.skip("is published in the class of the text model")
+    whole = published(own.folder, tmp_path)
+    plan = plan_of(whole, None, **ON_THE_CPU)
+    assert is_part(plan.target_config) and plan.draft.kind == MTP
+    compared = check_draft(plan.draft, 0)
+    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4 and compared["tokens"] > 30
+    target = SimpleNamespace(embed_tokens=nn.Embedding(96, 64), lm_head=nn.Linear(64, 96, bias=False))
+    heads = [load_draft(each.draft, 40, torch.float32, EagerAttention, target) for each in (own.plan, plan)]
+    first, second = (head.state_dict() for head in heads)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @torch.no_grad()

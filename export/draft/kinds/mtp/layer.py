@@ -1,13 +1,12 @@
 """Makes the decoder layer of an MTP head: a layer of transformers' own model of the target's type, unmodified."""
 
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.initialization import no_init_weights
 
 from eagle3.targets.conversion import Conversion
-from eagle3.targets.text_part import build
+from eagle3.targets.text_part import build, without_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,8 +16,8 @@ LAYER = "layers.0."
 
 def one_layer_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     """Return the configuration of a model whose only layer is like one appended to ``config``: it has full attention,
-    and experts if the last layers have them."""
-    fewer = deepcopy(config)
+    and experts if the last layers have them. It is the text model's, also if the target is multimodal."""
+    fewer = without_whole(config)
     if getattr(fewer, "first_k_dense_replace", None) is not None:
         fewer.first_k_dense_replace = int(config.num_hidden_layers < config.first_k_dense_replace)
     if getattr(fewer, "mlp_layer_types", None):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.checkpoints.json_fields import read_object
+from eagle3.export.checkpoints.json_fields import nested, read_object
 
 ZERO_CENTERED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Targets whose norms, including those around the MTP layer, multiply by 1 + weight (vLLM's qwen3_next_mtp.py)."""
@@ -33,14 +33,17 @@ def has_own_layer(folder: Path) -> bool:
     """Return True if ``folder`` holds a target's checkpoint with an MTP layer."""
     if not (folder / "config.json").is_file():
         return False
-    layers = read_object(folder / "config.json").get("num_hidden_layers")
+    fields = read_object(folder / "config.json")
+    text = nested(fields, "text_config", folder / "config.json")  # of a multimodal model
+    layers = text.get("num_hidden_layers", fields.get("num_hidden_layers"))
     return isinstance(layers, int) and bool(own_names(open_source(folder).headers(), layers))
 
 
 def own_names(names: Collection[str], layers: int) -> dict[str, str]:
     """Map the tensors of the MTP layer of a target of ``layers`` layers to the head's names; empty if it has none."""
-    behind = f"model.layers.{layers}."
-    if f"{behind}eh_proj.weight" in names:
+    of_layer = re.compile(rf"(model|model\.language_model|language_model\.model)\.layers\.{layers}\.eh_proj\.weight")
+    if fusing := next(filter(of_layer.fullmatch, names), None):
+        behind = fusing.removesuffix("eh_proj.weight")
         found = {name: name.removeprefix(behind) for name in names if name.startswith(behind)}
         found = {name: rest for name, rest in found.items() if rest not in _SHARED}
         return {name: renamed(rest, OF_DEEPSEEK, "layers.0.") for name, rest in found.items()}
