@@ -119,7 +119,8 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
     }
     if drafts < 10 or plan.config.random_weights:
         return Outcome(record, ())
-    rounds = Rounds(rates, tried["step_ms"], plan.proposals)
+    on_cpu = BACKENDS[plan.config.backend].gpu is None
+    rounds = Rounds(rates, tried["step_ms"], plan.proposals, tried["cpu_share"] if on_cpu else None)
     record |= gain_record(rounds)
     if rates[0] < HOPELESS:
         return Outcome(record, tuple(likely_causes(plan, folder, rates[0])))
