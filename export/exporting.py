@@ -107,6 +107,12 @@ def _prepared(config: ExportConfig, download: bool, progress: Progress) -> Itera
     downloaded."""
     config = settled(config)
     sources, twin = find_sources(config, download), None
+    if config.dry_run:  # its plan may be for another machine
+        with progress.warned_of(ValueError):
+            check_arch(config)
+        if not download:
+            with progress.warned_of(OSError):
+                sources.check_disk()
     if sources.missing and (download or config.reads_weights):
         sources.check_disk()
         if sources.headers_suffice:

@@ -1,7 +1,7 @@
 """Checks a plan before weights load: the backend's needs, the memory, and the twin check of target and head."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from eagle3.runner.hardware.memory import free_memory
 
 def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Check the plan, and return the manifest's entry on the twin check. Raises ValueError or FileNotFoundError with
-    one line."""
+    one line. A dry run only warns if this machine has too little free memory for the export, since another may have
+    enough."""
     from eagle3.export.draft.twin import check_draft
     from eagle3.export.twin.target import check_target
 
@@ -25,6 +26,8 @@ def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     backend.check(plan)
     check_memory(plan, backend)
     check_footprint(plan, backend, progress)
+    with progress.warned_of(ValueError) if plan.config.dry_run else nullcontext():
+        check_export_memory(plan, backend)
     with progress.stage("twin check"), _one_thread():
         return {
             "target": check_target(plan.spec, plan.config.target_model, plan.checkpoint, plan.target_config),

@@ -265,6 +265,8 @@ def test_a_full_disk_is_reported_before_the_download(hub_pair):
     line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU)
     assert "the download takes 1,000,000.0 GB" in line and "HF_HOME" in line
     assert sum(request.bytes for request in hub_pair.asked("model.safetensors")) <= 200_000
+    planned = run_command(export_main, "--checkpoint", TARGET, "--draft", TINY.draft, *CPU, "--dry-run")
+    assert f"Warning: {line.removeprefix('Error: ')}" in planned.stderr
 
 
 def test_a_wrong_pair_is_refused_before_the_weights_are_downloaded(hub_pair, tmp_path, checkpoints):
