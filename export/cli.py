@@ -338,17 +338,17 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
     not_collected_at_exit()
     click.get_current_context().with_resource(collected_rarely())
 
-    from eagle3.export.report import plan_json, plan_text, result_text
-
     if config.fit_only:
         from eagle3.export.fit_heads import fit_heads
 
         fit_heads([replace(config, dry_run=False)], as_json, download=download)
         return
     if config.dry_run:
-        from eagle3.export.fit.dry_run import quantization_of
-
         known = prepare(config, download=download)
+
+        from eagle3.export.fit.dry_run import quantization_of
+        from eagle3.export.report import plan_json, plan_text
+
         facts = plan_json(known.plan) | {"twin": known.twin, "repositories": known.sources.as_json()}
         lines = list(known.sources.lines())
         if (found := quantization_of(known.plan, weights_here=not known.sources.missing)) is not None:
@@ -357,6 +357,9 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
         click.echo(json.dumps(facts) if as_json else plan_text(known.plan, lines))
         return
     exported = export(config, download=download)
+
+    from eagle3.export.report import result_text
+
     if click.get_current_context().meta["verbose"]:
         from eagle3.export.patching.patches import used
 

@@ -81,9 +81,15 @@ def main(
         from eagle3.export.fit.plot import check_plot
 
         check_plot(plot)
+    from eagle3.export.hub.sources import check_typed
+
+    configs = [replace(config, draft=head) for head in heads]
+    for each in configs:  # before the first is measured, which takes minutes for a large target
+        check_typed(each)
+
     from eagle3.export.fit_heads import fit_heads
 
-    fit_heads([replace(config, draft=head) for head in heads], as_json, seed, plot=plot)
+    fit_heads(configs, as_json, seed, plot=plot)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.export.configuration.config import NO_HEAD, OWN_LAYER, ExportConfig
 from eagle3.export.configuration.hub_names import HubName, hub_name
-from eagle3.export.planning.paths import uses_own_layer
+from eagle3.export.planning.paths import (
+    check_context,
+    draft_folder,
+    target_paths,
+    uses_own_layer,
+    written_context,
+)
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -139,6 +145,20 @@ def named_as_typed(folder: str) -> Iterator[None]:
         if len(error.args) == 1 and isinstance(error.args[0], str):
             error.args = (re.sub(rf"{re.escape(folder)}/\w+/", "", error.args[0]),)
         raise
+
+
+def check_typed(config: ExportConfig) -> None:
+    """Raise ValueError or FileNotFoundError for typed values that are wrong whatever the weights are: a path that does
+    not exist, a head's number that the target does not have, a context longer than the checkpoint's. Imports neither
+    torch nor transformers, so the error is immediate."""
+    config = with_shipped_head(config)
+    named, _ = names_of(config if config.draft is not None else replace(config, draft=Path(NO_HEAD)))
+    if not named.keys() & {"checkpoint", "config_folder"}:
+        _, folder = target_paths(config, TARGETS[config.target_model])
+        if config.max_seq_len is not None:
+            check_context(config.max_seq_len, written_context(folder))
+    if "draft" not in named and config.draft not in (None, Path(NO_HEAD), Path(OWN_LAYER)):
+        draft_folder(config)
 
 
 def find_sources(config: ExportConfig, download: bool = False) -> Sources:

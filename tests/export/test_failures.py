@@ -226,6 +226,40 @@ def test_errors_for_lengths_and_flags_that_do_not_fit_say_which_values_do(flag, 
     assert flag in line and says in line
 
 
+AT_ONCE = [
+    (("eagle3.export.cli", *EXPORT, "--draft", "9"), "--draft 9: gemma4-tiny has 4 heads"),
+    (("eagle3.export.cli", "--target-model", "qwen3-8B", "--draft", "12"), "--draft 12: qwen3-8B has 11 heads"),
+    (("eagle3.export.cli", *EXPORT, "--max-seq-len", "2000"), "type --max-seq-len 1024 or less"),
+    (("eagle3.export.cli", *EXPORT, "--draft", "nowhere", "--dry-run"), "--draft nowhere is not a folder"),
+    (("eagle3.export.cli", "--checkpoint", "/nowhere", "--dry-run"), "--checkpoint /nowhere is not a folder"),
+    (("eagle3.export.cli", "--checkpoint", "no.gguf", "--draft", "none"), "--checkpoint no.gguf is not there"),
+    (("eagle3.export.cli", "--target-model", "phi4", "--backend", "xnnpack"), "no draft head is known for phi4"),
+    (("eagle3.export.fit_command", "gemma4-tiny", "1", "9"), "--draft 9: gemma4-tiny has 4 heads"),
+    (("eagle3.export.fit_command", "gemma4-tiny", "1", "nowhere"), "--draft nowhere is not a folder"),
+    (("eagle3.runner.run.cli", "nowhere", "--prompt", "a"), "nowhere is missing"),
+    (("eagle3.runner.inspect.cli", "nowhere"), "nowhere is missing"),
+    (("eagle3.runner.bench.cli", "nowhere", "--prompts", __file__), "nowhere is missing"),
+    (("eagle3.runner.serve.cli", "nowhere"), "nowhere is missing"),
+]
+"""Commands with a wrong path or number, and what their error says."""
+
+
+def test_wrong_paths_and_numbers_are_refused_before_torch_and_transformers_are_imported():
+    code = f"""
+import importlib, json, sys
+from click.testing import CliRunner
+found = []
+for module, *args in {[list(command) for command, _ in AT_ONCE]!r}:
+    result = CliRunner().invoke(importlib.import_module(module).main, args)
+    heavy = [name for name in ("torch", "transformers", "executorch") if name in sys.modules]
+    found.append((result.exit_code, result.stderr, heavy))
+print(json.dumps(found))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for (code, line, heavy), (command, says) in zip(json.loads(done.stdout), AT_ONCE, strict=True):
+        assert (code, heavy) == (1, []) and says in line, (command, line, heavy)
+
+
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, artifact):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
