@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.backends import BACKENDS, MEANT
 from eagle3.export.configuration.config import (
     EMBEDDING_RECIPES,
     INT4_LAYOUTS,
@@ -142,7 +142,7 @@ HEADINGS = {
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is in --output-dir.")
 @click.option(
     "--backend",
-    type=click.Choice(list(BACKENDS)),
+    type=NameChoice(BACKENDS, MEANT),
     default="cuda",
     show_default=True,
     help="; ".join(f"{name} is {backend.summary}" for name, backend in BACKENDS.items()) + ".",

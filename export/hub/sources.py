@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from eagle3.export.configuration.config import NO_HEAD, OWN_LAYER, ExportConfig
-from eagle3.export.configuration.hub_names import HubName, hub_name
+from eagle3.export.configuration.hub_names import HubName, hub_name, of_address
 from eagle3.export.planning.paths import (
     check_context,
     draft_folder,
@@ -209,15 +209,22 @@ def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
     """Return the names on the hub by field, and the fields that the user typed. An existing path is not taken for a
     name.
 
-    Raises ValueError for a head's number that the target's entry does not have, and if no head is known.
+    Raises ValueError for the address of a repository, for a head's number that the target's entry does not have, and if
+    no head is known.
     """
     spec, named = TARGETS[config.target_model], {}
     for name in FLAGS:
         written = getattr(config, name)
-        if written is not None and not os.path.exists(written) and (found := hub_name(str(written))):
+        if written is None or os.path.exists(written):
+            continue
+        if (address := of_address(str(written))) is not None:
+            raise ValueError(
+                f"{FLAGS[name]} takes the name of a repository, not its address: type {FLAGS[name]} {address}"
+            )
+        if (found := hub_name(str(written))) is not None:
             named[name] = found
     if config.checkpoint is None and spec.repository is not None:
-        named["checkpoint"] = HubName(spec.repository)
+        named["checkpoint"] = HubName(spec.repository, named_by=f"--target-model {config.target_model}")
     heads = spec.heads or _heads_for(named.get("checkpoint"))
     if config.draft == Path(NO_HEAD) or uses_own_layer(config):
         named.pop("draft", None)
@@ -230,7 +237,8 @@ def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
                 f"no draft head is known for {config.target_model}: type --draft FOLDER or ORG/NAME, --draft none to "
                 "export the target alone, or --draft mtp if its checkpoint has an MTP layer"
             )
-        named["draft"] = HubName(heads[0])
+        by = f"--target-model {config.target_model}" if spec.heads else f"--checkpoint {config.checkpoint}"
+        named["draft"] = HubName(heads[0], named_by=by)
     return named, {name for name in named if getattr(config, name) is not None}
 
 
@@ -246,8 +254,8 @@ def _head(text: str, heads: tuple[str, ...], target: str) -> HubName | None:
     if text.isdecimal():
         if not 1 <= int(text) <= len(heads):
             raise _no_such_head(text, target, len(heads))
-        return HubName(heads[int(text) - 1])
-    return next((HubName(head) for head in heads if text == head.partition("/")[2]), None)
+        return HubName(heads[int(text) - 1], named_by=f"--draft {text}")
+    return next((HubName(head, named_by=f"--draft {text}") for head in heads if text == head.partition("/")[2]), None)
 
 
 def _no_such_head(text: str, target: str, count: int) -> ValueError:
