@@ -23,6 +23,7 @@ from eagle3.export.draft.dialects.dialect import EAGLE3
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE
 from eagle3.runner.console.command import NameChoice, OneLineFailures, tell, version_option
+from eagle3.runner.contract import EXPORT_RECORD
 from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.targets import TARGETS
 
@@ -365,7 +366,13 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
 
         for name, patch in used().items():
             tell(f"replaced for this export: {name}: {patch.why}")
-    click.echo(json.dumps(exported.record) if as_json else result_text(exported.plan, exported.record))
+    try:
+        click.echo(json.dumps(exported.record) if as_json else result_text(exported.plan, exported.record))
+    except BrokenPipeError:
+        raise
+    except OSError:
+        tell(f"{exported.folder} is complete; its {EXPORT_RECORD} holds what could not be printed.")
+        raise
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.runner.artifact.near_ties import NEAR_TIE, near_tie
 from eagle3.runner.console.command import calm_stderr
 from eagle3.runner.contract import PREFILL
-from eagle3.runner.hardware.memory import free_memory
+from eagle3.runner.hardware.memory import free_memory, size_text
 
 TEXTS = ("def fibonacci(n):\n", "The capital of France is", "Write a short story about the sea.\n")
 NEW_TOKENS = 32
@@ -140,7 +140,7 @@ def why_not(folder: Path) -> str | None:
     takes = COPIES * sum(path.stat().st_size for path in folder.iterdir())
     free = free_memory()
     if free is not None and takes > free:
-        return f"it would take about {takes / 1e9:.1f} GB beside the export, but only {free / 1e9:.1f} GB are free"
+        return f"it would take about {size_text(takes)} beside the export, but only {size_text(free)} are free"
     return None
 
 

@@ -18,6 +18,7 @@ from eagle3.export.planning.paths import (
     uses_own_layer,
     written_context,
 )
+from eagle3.runner.hardware.memory import size_text
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Sources:
             which = next(snapshot for snapshot in self.missing if snapshot.kind not in ("safetensors", ""))
             raise ValueError(
                 f"{which.name} has {which.kind} weights, and a dry run cannot fetch their headers alone: type "
-                f"--download to fetch {gigabytes(which.missing_bytes)} first, or name a repository of safetensors"
+                f"--download to fetch {size_text(which.missing_bytes)} first, or name a repository of safetensors"
             )
         with TemporaryDirectory(prefix="eagle3-headers-") as folder, named_as_typed(folder):
             yield self._with_paths(
@@ -105,7 +106,7 @@ class Sources:
         """Yield a line on each repository, and warnings about adapters that are not read and tokenizers that are not
         compared."""
         for name, snapshot in self.snapshots.items():
-            takes = f"{gigabytes(snapshot.missing_bytes)} to download" if snapshot.missing else "in the cache"
+            takes = f"{size_text(snapshot.missing_bytes)} to download" if snapshot.missing else "in the cache"
             yield f"hub      {FLAGS[name]} {snapshot}: {takes}"
             if snapshot.adapter and name == "draft":
                 yield f"hub      {snapshot.name} has a LoRA for its target: merge the two, or less is accepted"
@@ -280,14 +281,10 @@ def _look_up(name: HubName, role: "Role", allowed: bool) -> "Snapshot":
 
 
 def _not_here(target: str, snapshots: list["Snapshot"]) -> str:
-    total = gigabytes(sum(snapshot.missing_bytes for snapshot in snapshots))
-    which = " and ".join(f"{s.name} ({gigabytes(s.missing_bytes)})" for s in snapshots)
+    total = size_text(sum(snapshot.missing_bytes for snapshot in snapshots))
+    which = " and ".join(f"{s.name} ({size_text(s.missing_bytes)})" for s in snapshots)
     flags = " and ".join(s.role.flag for s in snapshots)
     return (
         f"{target} takes {which}, which the cache lacks: type --download to fetch {total}, --dry-run to print the "
         f"plan, or {flags} with a folder or a name of your own"
     )
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

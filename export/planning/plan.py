@@ -32,6 +32,7 @@ from eagle3.export.planning.taps import Taps, choose_taps
 from eagle3.export.planning.tensors import check_target
 from eagle3.export.planning.tokenizer import check_tokenizer
 from eagle3.runner.contract import SPECULATE
+from eagle3.runner.hardware.memory import size_text
 from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import Skeleton, sliding_window
 
@@ -237,8 +238,8 @@ def _recipe_notes(config: ExportConfig, headers: dict[str, TensorHeader]) -> Ite
     quantized = any(header.quantized for header in headers.values())
     if config.qlinear is None and backend.small_recipe and not quantized and elements > LARGE:
         yield (
-            f"the target keeps float32, {4 * elements / 1e9:.1f} GB of weights that each step reads: type --qlinear "
-            f"{backend.small_recipe} for {elements / 1e9:.1f} GB, or --qlinear none to keep float32"
+            f"the target keeps float32, {size_text(4 * elements)} of weights that each step reads: type --qlinear "
+            f"{backend.small_recipe} for {size_text(elements)}, or --qlinear none to keep float32"
         )
 
 

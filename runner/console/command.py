@@ -156,7 +156,7 @@ class OneLineFailures(click.Command):
         except BrokenPipeError:  # the reader closed the pipe, which is no failure
             pass
         except OSError as error:
-            tell(f"Error: stdout: {one_line(error)}")
+            tell(f"Error: stdout: {error.strerror or one_line(error)}")
         return 1
 
     def invoke(self, ctx: click.Context) -> object:
@@ -169,6 +169,8 @@ class OneLineFailures(click.Command):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:
+            if isinstance(error, OSError) and _of_stdout(error):
+                raise
             if verbose:
                 traceback.print_exc()
             raise click.ClickException(one_line(error)) from error
@@ -235,6 +237,18 @@ def calm_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(null)
+
+
+def _of_stdout(error: OSError) -> bool:
+    """Return True if an error is about stdout: click's ``echo`` raised it, or stdout still holds text that cannot be
+    written."""
+    if traceback.extract_tb(error.__traceback__)[-1].filename == click.utils.__file__:
+        return True
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _escape_unencodable(stream: TextIO | None) -> None:
