@@ -105,6 +105,8 @@ def main(
         raise ValueError(f"{model}: {faults[0]['what']}{more}: export it again with this version, or report it")
     if verify:
         comparison.refuse_faults()
+        total = sum(state.bytes or 0 for state in comparison.files)
+        tell(f"verified: {len(comparison.files)} files, {total:,} bytes, have the sha256 that {EXPORT_RECORD} records")
     for fault in comparison.faults:
         tell(f"Warning: {fault}")
 
