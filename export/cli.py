@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.backends import BACKENDS, MEANT
 from eagle3.export.configuration.config import (
     EMBEDDING_RECIPES,
     INT4_LAYOUTS,
@@ -23,6 +23,7 @@ from eagle3.export.draft.dialects.dialect import EAGLE3
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE
 from eagle3.runner.console.command import NameChoice, OneLineFailures, tell, version_option
+from eagle3.runner.contract import EXPORT_RECORD
 from eagle3.runner.hardware.gpus import BY_ARCH
 from eagle3.targets import TARGETS
 
@@ -142,7 +143,7 @@ HEADINGS = {
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is in --output-dir.")
 @click.option(
     "--backend",
-    type=click.Choice(list(BACKENDS)),
+    type=NameChoice(BACKENDS, MEANT),
     default="cuda",
     show_default=True,
     help="; ".join(f"{name} is {backend.summary}" for name, backend in BACKENDS.items()) + ".",
@@ -338,17 +339,17 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
     not_collected_at_exit()
     click.get_current_context().with_resource(collected_rarely())
 
-    from eagle3.export.report import plan_json, plan_text, result_text
-
     if config.fit_only:
         from eagle3.export.fit_heads import fit_heads
 
         fit_heads([replace(config, dry_run=False)], as_json, download=download)
         return
     if config.dry_run:
-        from eagle3.export.fit.dry_run import quantization_of
-
         known = prepare(config, download=download)
+
+        from eagle3.export.fit.dry_run import quantization_of
+        from eagle3.export.report import plan_json, plan_text
+
         facts = plan_json(known.plan) | {"twin": known.twin, "repositories": known.sources.as_json()}
         lines = list(known.sources.lines())
         if (found := quantization_of(known.plan, weights_here=not known.sources.missing)) is not None:
@@ -357,12 +358,21 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
         click.echo(json.dumps(facts) if as_json else plan_text(known.plan, lines))
         return
     exported = export(config, download=download)
+
+    from eagle3.export.report import result_text
+
     if click.get_current_context().meta["verbose"]:
         from eagle3.export.patching.patches import used
 
         for name, patch in used().items():
             tell(f"replaced for this export: {name}: {patch.why}")
-    click.echo(json.dumps(exported.record) if as_json else result_text(exported.plan, exported.record))
+    try:
+        click.echo(json.dumps(exported.record) if as_json else result_text(exported.plan, exported.record))
+    except BrokenPipeError:
+        raise
+    except OSError:
+        tell(f"{exported.folder} is complete; its {EXPORT_RECORD} holds what could not be printed.")
+        raise
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.configuration.flags import check_flags
 from eagle3.export.configuration.hub_names import hub_name
-from eagle3.export.hub.sources import Sources, find_sources
+from eagle3.export.hub.sources import Sources, check_typed, find_sources
 from eagle3.export.output.folder import check_output, refuse_a_second
 from eagle3.export.output.progress import Progress
 from eagle3.targets import TARGETS
@@ -87,11 +87,12 @@ def prepare(config: ExportConfig, *, download: bool = False, progress: Progress 
 def weights_at_hand(config: ExportConfig, download: bool) -> Iterator["Plan"]:
     """Yield a plan whose weights are on this machine, for a measurement without an export. Arguments and errors are
     those of ``export``; neither a GPU nor an output folder is needed."""
-    from eagle3.export.planning.plan import make_plan
-
     check_names(config)
     check_flags(config)
+    check_typed(config)
     sources = find_sources(config, download)
+    from eagle3.export.planning.plan import make_plan
+
     if sources.missing:
         sources.check_disk()
         sources = sources.downloaded()
@@ -106,6 +107,12 @@ def _prepared(config: ExportConfig, download: bool, progress: Progress) -> Itera
     downloaded."""
     config = settled(config)
     sources, twin = find_sources(config, download), None
+    if config.dry_run:  # its plan may be for another machine
+        with progress.warned_of(ValueError):
+            check_arch(config)
+        if not download:
+            with progress.warned_of(OSError):
+                sources.check_disk()
     if sources.missing and (download or config.reads_weights):
         sources.check_disk()
         if sources.headers_suffice:
@@ -155,10 +162,11 @@ def _say_sources(sources: Sources, progress: Progress) -> None:
 
 
 def settled(config: ExportConfig) -> ExportConfig:
-    """Return the flags with the output folder filled in. Raises ValueError or OSError for names or folders that cannot
-    be used."""
+    """Return the flags with the output folder filled in. Raises ValueError or OSError for names, numbers, paths or
+    folders that cannot be used."""
     check_names(config)
     check_flags(config)
+    check_typed(config)
     config = with_output(config)
     check_output(config.folder, config.overwrite)
     if not config.dry_run:

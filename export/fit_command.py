@@ -5,9 +5,10 @@ from pathlib import Path
 
 import click
 
-from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.configuration.backends import BACKENDS, MEANT
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.runner.console.command import OneLineFailures, version_option
+from eagle3.export.configuration.hub_names import hub_name, of_address
+from eagle3.runner.console.command import NameChoice, OneLineFailures, closest, version_option
 from eagle3.targets import TARGETS
 
 EPILOG = """
@@ -36,10 +37,10 @@ Examples:
     metavar="FIELD=VALUE",
     help="Begin with this reading of the heads in place of that in their files.",
 )
-@click.option("--target-model", type=click.Choice(list(TARGETS)), default="auto", help="The target's family.")
+@click.option("--target-model", type=NameChoice(list(TARGETS)), default="auto", help="The target's family.")
 @click.option(
     "--backend",
-    type=click.Choice(list(BACKENDS)),
+    type=NameChoice(BACKENDS, MEANT),
     default="xnnpack",
     show_default=True,
     help="The backend for which the best chain length is computed.",
@@ -67,6 +68,11 @@ def main(
     pair.
     """
     named = target in TARGETS and target != "auto"
+    if not (named or Path(target).exists() or hub_name(target) or of_address(target)):
+        raise click.UsageError(
+            f"TARGET {target} is no name of eagle3-export --list-targets, no folder and no ORG/NAME of the hub."
+            f"{closest(target, TARGETS)}"
+        )
     config = ExportConfig(
         target if named else target_model,
         checkpoint=None if named else Path(target),
@@ -81,9 +87,15 @@ def main(
         from eagle3.export.fit.plot import check_plot
 
         check_plot(plot)
+    from eagle3.export.hub.sources import check_typed
+
+    configs = [replace(config, draft=head) for head in heads]
+    for each in configs:  # before the first is measured, which takes minutes for a large target
+        check_typed(each)
+
     from eagle3.export.fit_heads import fit_heads
 
-    fit_heads([replace(config, draft=head) for head in heads], as_json, seed, plot=plot)
+    fit_heads(configs, as_json, seed, plot=plot)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from eagle3.export.lowering.backend import load_backend
 from eagle3.export.planning.memory import GpuMemory, longest_context
 from eagle3.export.planning.plan import Plan
 from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
+from eagle3.runner.hardware.memory import size_text
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -44,13 +45,14 @@ def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
     facts = plan_json(plan)
     of_head = [
         f"draft    {draft_text(plan)}: {_millions(facts['draft_parameters'])}, "
-        f"{_mb(facts['draft_bytes'])} on disk, a vocabulary of {facts['draft_vocab_size']:,}"
+        f"{size_text(facts['draft_bytes'])} on disk, a vocabulary of {facts['draft_vocab_size']:,}"
         + _shared_text(plan)
         + (f", trained for {plan.draft.verifier}" if plan.draft.verifier else ""),
         f"taps     {plan.chosen_taps}",
     ]
     lines = [
-        f"target   {facts['target']}: {_millions(facts['target_parameters'])}, {_mb(facts['target_bytes'])} on disk",
+        f"target   {facts['target']}: {_millions(facts['target_parameters'])}, "
+        f"{size_text(facts['target_bytes'])} on disk",
         *(of_head if plan.has_draft else [f"draft    {draft_text(plan)}"]),
         f"backend  {facts['backend']}, chain length {plan.chain_len}, verify window {plan.verify_rows} rows, "
         f"max_seq_len {plan.max_seq_len}",
@@ -60,7 +62,7 @@ def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
         lines.append(f"gpus     {_gpus_text(facts['fits'])}")
         lines.append(f"tokens   {_contexts_text(plan, facts['longest_context'])}")
     if takes := facts["export_bytes"]:
-        lines.append(f"memory   the export takes about {_mb(takes)}")
+        lines.append(f"memory   the export takes about {size_text(takes)}")
     if plan.quantized_headers:
         lines.insert(1, quantized_text(plan))
     for method in plan.methods:
@@ -120,7 +122,7 @@ def quantized_text(plan: Plan) -> str:
     if plan.qlinear != "checkpoint":
         return f"{line}, then quantized again: {plan.qlinear}"
     again = "; then the embedding is quantized to 8 bits" if plan.config.qembedding == "8w" else ""
-    return f"{line}, {_mb(dense)}{again}"
+    return f"{line}, {size_text(dense)}{again}"
 
 
 def result_text(plan: Plan, record: dict[str, Any]) -> str:
@@ -128,18 +130,14 @@ def result_text(plan: Plan, record: dict[str, Any]) -> str:
     seconds = sum(stage["seconds"] for stage in record["stages"])
     total = sum((output / name).stat().st_size for name in record["files"])
     prompt = "--prompt TEXT" if "tokenizer.json" in record["files"] else "--prompt-tokens 1,2,3"
-    return f"{output}: {_mb(total)} in {seconds:.0f} s. Next: eagle3-run {output} {prompt}"
+    return f"{output}: {size_text(total)} in {seconds:.0f} s. Next: eagle3-run {output} {prompt}"
 
 
 def _shared_text(plan: Plan) -> str:
     copy = 2 * plan.target_config.vocab_size * plan.target_config.hidden_size  # bytes, in bfloat16
-    embedding = "" if plan.draft.has_embedding else f", the target's embedding (a copy would take {_mb(copy)})"
+    embedding = "" if plan.draft.has_embedding else f", the target's embedding (a copy would take {size_text(copy)})"
     return embedding + (", the target's lm_head" if plan.draft.shares_lm_head else "")
 
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:,.1f} M parameters"
-
-
-def _mb(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"

@@ -79,10 +79,12 @@ def load(
 
     from eagle3.runner.artifact.opening import open_artifact
     from eagle3.runner.console.command import tell
+
+    artifact = open_artifact(Path(path), verify, say=tell)
+
     from eagle3.runner.hosts.opening import open_session
     from eagle3.runner.model import Model
 
-    artifact = open_artifact(Path(path), verify, say=tell)
     packed = None if packed_weights is None else Path(packed_weights)
     model = Model(
         artifact.metadata, lambda: open_session(artifact, runtime, cuda_graph, defer, packed), artifact.folder

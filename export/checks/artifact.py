@@ -30,7 +30,7 @@ from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.runner.artifact.near_ties import NEAR_TIE, near_tie
 from eagle3.runner.console.command import calm_stderr
 from eagle3.runner.contract import PREFILL
-from eagle3.runner.hardware.memory import free_memory
+from eagle3.runner.hardware.memory import free_memory, size_text
 
 TEXTS = ("def fibonacci(n):\n", "The capital of France is", "Write a short story about the sea.\n")
 NEW_TOKENS = 32
@@ -119,7 +119,8 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
     }
     if drafts < 10 or plan.config.random_weights:
         return Outcome(record, ())
-    rounds = Rounds(rates, tried["step_ms"], plan.proposals)
+    on_cpu = BACKENDS[plan.config.backend].gpu is None
+    rounds = Rounds(rates, tried["step_ms"], plan.proposals, tried["cpu_share"] if on_cpu else None)
     record |= gain_record(rounds)
     if rates[0] < HOPELESS:
         return Outcome(record, tuple(likely_causes(plan, folder, rates[0])))
@@ -139,7 +140,7 @@ def why_not(folder: Path) -> str | None:
     takes = COPIES * sum(path.stat().st_size for path in folder.iterdir())
     free = free_memory()
     if free is not None and takes > free:
-        return f"it would take about {takes / 1e9:.1f} GB beside the export, but only {free / 1e9:.1f} GB are free"
+        return f"it would take about {size_text(takes)} beside the export, but only {size_text(free)} are free"
     return None
 
 

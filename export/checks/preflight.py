@@ -1,7 +1,7 @@
 """Checks a plan before weights load: the backend's needs, the memory, and the twin check of target and head."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ from eagle3.export.lowering.backend import Backend, load_backend
 from eagle3.export.output.progress import Progress
 from eagle3.export.planning.memory import GIB
 from eagle3.export.planning.plan import Plan
-from eagle3.runner.hardware.memory import free_memory
+from eagle3.runner.hardware.memory import free_memory, size_text
 
 
 def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Check the plan, and return the manifest's entry on the twin check. Raises ValueError or FileNotFoundError with
-    one line."""
+    one line. A dry run only warns if this machine has too little free memory for the export, since another may have
+    enough."""
     from eagle3.export.draft.twin import check_draft
     from eagle3.export.twin.target import check_target
 
@@ -25,6 +26,8 @@ def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     backend.check(plan)
     check_memory(plan, backend)
     check_footprint(plan, backend, progress)
+    with progress.warned_of(ValueError) if plan.config.dry_run else nullcontext():
+        check_export_memory(plan, backend)
     with progress.stage("twin check"), _one_thread():
         return {
             "target": check_target(plan.spec, plan.config.target_model, plan.checkpoint, plan.target_config),
@@ -52,8 +55,8 @@ def check_memory(plan: Plan, backend: Backend) -> None:
     has, whose = backend.memory(plan)
     if takes > has:
         raise ValueError(
-            f"--max-seq-len {plan.max_seq_len} makes KV caches of {takes / 1e9:,.1f} GB, but {whose} has "
-            f"{has / 1e9:,.1f} GB: type --max-seq-len {int(plan.max_seq_len * has / takes / 2)} or less"
+            f"--max-seq-len {plan.max_seq_len} makes KV caches of {size_text(takes)}, but {whose} has "
+            f"{size_text(has)}: type --max-seq-len {int(plan.max_seq_len * has / takes / 2)} or less"
         )
 
 
@@ -83,7 +86,7 @@ def check_export_memory(plan: Plan, backend: Backend) -> ExportMemory:
     smaller = [recipe for recipe in BACKENDS[plan.config.backend].recipes if recipe != "none"]
     advice = f", or type --qlinear {smaller[0]}" if plan.qlinear == "none" and smaller else ""
     raise ValueError(
-        f"the export takes about {memory.takes / 1e9:,.1f} GB of memory, but only {free / 1e9:,.1f} GB are free: "
+        f"the export takes about {size_text(memory.takes)} of memory, but only {size_text(free)} are free: "
         f"free some{advice}"
     )
 

@@ -98,3 +98,6 @@ BACKENDS: dict[str, BackendEntry] = {
         fast_rows=FAST_ROWS_OF_AVX2 if lacks_avx512() else FAST_ROWS_OF_AVX512,
     ),
 }
+
+MEANT = {"cpu": "xnnpack", "gpu": "cuda", "nvidia": "cuda"}
+"""Other words for backends, which the error of ``--backend`` understands."""

@@ -13,6 +13,11 @@ HELD = ((TARGET_VERIFY, SPECULATE, 1.0), (DECODE, TARGET_VERIFY, 1.25), (TWO_ROW
 """Pairs of calls, of which the second computes all that the first does, with the most that the first may take as a
 multiple of the second's time. In some recipes of the CPU one row takes up to 1.1 times as long as four."""
 
+BUSY = 0.9
+"""If the thread of the timed calls had less CPU time than this share of their wall time, other programs took the
+processors. It computes, or waits for XNNPACK's other threads in a loop: 0.97 to 1.00 undisturbed, on two cores; 0.25 to
+0.6 beside one to six other busy processes."""
+
 
 @dataclass(frozen=True)
 class Rounds:
@@ -24,6 +29,9 @@ class Rounds:
     """The milliseconds of single calls, which ``smoke_run`` prints."""
     proposals: int = 1
     """The tokens that one call of the draft proposes."""
+    cpu_share: float | None = None
+    """The CPU time of the thread of the timed calls as a share of their wall time; None if the calls do not compute on
+    the CPU."""
 
     @property
     def chain_len(self) -> int:
@@ -61,8 +69,11 @@ class Rounds:
         round, since a round contains a step and cannot be shorter."""
         return self.tokens(length) * min(1.0, self.step / self.milliseconds(length))
 
-    def contradiction(self) -> str:
-        """Return a sentence on a call that took longer than one that contains it; "" if there is none."""
+    def doubt(self) -> str:
+        """Return the sign that other programs disturbed the timed calls: too little CPU time, or a call that took
+        longer than one that contains it. Returns "" if there is none."""
+        if self.cpu_share is not None and self.cpu_share < BUSY:
+            return f"the timed calls had a processor for {self.cpu_share:.0%} of their time"
         taken = self.step_ms
         for part, whole, most in HELD:
             if part in taken and whole in taken and taken[part] > most * taken[whole]:
@@ -71,21 +82,24 @@ class Rounds:
 
 
 def gain_record(rounds: Rounds) -> dict[str, Any]:
-    """Return the entry of ``export.json`` on the gain. It has no estimate if the times contradict each other."""
-    timed = {"step_ms": {name: round(taken, 3) for name, taken in rounds.step_ms.items()}}
-    return timed if rounds.contradiction() else {"speculation_gain": round(rounds.gain(rounds.chain_len), 2), **timed}
+    """Return the entry of ``export.json`` on the gain. The gain is None if the times are in doubt."""
+    return {
+        "speculation_gain": None if rounds.doubt() else round(rounds.gain(rounds.chain_len), 2),
+        "step_ms": {name: round(taken, 3) for name, taken in rounds.step_ms.items()},
+        "cpu_share": None if rounds.cpu_share is None else round(rounds.cpu_share, 2),
+    }
 
 
 def gain_lines(rounds: Rounds, fast_rows: int) -> list[str]:
-    """Return a line on the gain and, if another chain length promises more, a line with its flag. If the times
-    contradict each other, the only line says so.
+    """Return a line on the gain and, if another chain length promises more, a line with its flag. If the times are
+    in doubt, the only line says so.
 
     ``fast_rows`` is the number of rows that the backend's kernels take at once. It bounds the proposed chain lengths.
     """
-    if contradiction := rounds.contradiction():
+    if doubt := rounds.doubt():
         return [
-            f"what speculation gains is not known, the machine was likely busy: {contradiction}; type eagle3-bench "
-            "with this artifact when it is idle"
+            f"what speculation gains is not known, the machine was likely busy: {doubt}; type eagle3-bench with this "
+            "artifact when it is idle"
         ]
     now = rounds.gain(rounds.chain_len)
     lines = [

@@ -46,9 +46,10 @@ def one_line(name: HubName, flag: str) -> Iterator[None]:
     except DisabledRepoError as error:
         raise PermissionError(f"{repository} is disabled on {hub}: type {flag} with another repository") from error
     except RepositoryNotFoundError as error:
+        advice = "correct the name" if name.named_by is None else f"type {flag} with another"
         raise FileNotFoundError(
-            f"{flag} {name}: no such path exists here, and {hub} has no repository {repository} that this user may "
-            f"see: correct the name; if it is private, {LOG_IN}"
+            f"{_asked(name, flag)}{hub} has no repository {repository} that this user may see: {advice}; if it is "
+            f"private, {LOG_IN}"
         ) from error
     except RevisionNotFoundError as error:
         raise FileNotFoundError(
@@ -77,18 +78,25 @@ def one_line(name: HubName, flag: str) -> Iterator[None]:
         ) from error
 
 
+def _asked(name: HubName, flag: str) -> str:
+    """Return the beginning of an error: what the user typed, as a path too if it may have been meant as one."""
+    return f"{flag} {name}: no such path exists here, and " if name.named_by is None else f"{name.named_by}: "
+
+
 def _offline(name: HubName, flag: str) -> str:
+    advice = "correct the path, or " if name.named_by is None else ""
     return (
-        f"{flag} {name}: no such path exists here, the cache {constants.HF_HUB_CACHE} does not hold it completely, and "
-        "HF_HUB_OFFLINE is set: correct the path, or unset HF_HUB_OFFLINE to ask the hub"
+        f"{_asked(name, flag)}the cache {constants.HF_HUB_CACHE} does not hold {name} completely, and HF_HUB_OFFLINE "
+        f"is set: {advice}unset HF_HUB_OFFLINE to ask the hub"
     )
 
 
 def _silent(name: HubName, flag: str, error: Exception) -> str:
+    advice = "correct the path, or " if name.named_by is None else ""
     return (
-        f"{flag} {name}: no such path exists here, the cache {constants.HF_HUB_CACHE} does not hold it completely, and "
-        f"{constants.ENDPOINT} cannot be reached ({_first(error)}): correct the path, or check the connection and "
-        "HF_ENDPOINT and type the command again: complete files are not fetched twice"
+        f"{_asked(name, flag)}the cache {constants.HF_HUB_CACHE} does not hold {name} completely, and "
+        f"{constants.ENDPOINT} cannot be reached ({_first(error)}): {advice}check the connection and HF_ENDPOINT and "
+        "type the command again: complete files are not fetched twice"
     )
 
 

@@ -20,6 +20,7 @@ from eagle3.export.configuration.hub_names import HubName
 from eagle3.export.hub.errors import one_line
 from eagle3.export.hub.needed import CONFIG, Role, has_adapter, needed
 from eagle3.export.output.contents import TOKENIZER
+from eagle3.runner.hardware.memory import size_text
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def check_disk(snapshots: list[Snapshot]) -> None:
     free = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.exists())).free
     if takes > free:
         raise OSError(
-            f"the download takes {takes / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free for {cache}: make room, or set "
+            f"the download takes {size_text(takes)}, {size_text(free)} are free for {cache}: make room, or set "
             "HF_HOME to a folder on a larger disk"
         )
 

@@ -10,8 +10,15 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from eagle3.export.configuration.config import NO_HEAD, OWN_LAYER, ExportConfig
-from eagle3.export.configuration.hub_names import HubName, hub_name
-from eagle3.export.planning.paths import uses_own_layer
+from eagle3.export.configuration.hub_names import HubName, hub_name, of_address
+from eagle3.export.planning.paths import (
+    check_context,
+    draft_folder,
+    target_paths,
+    uses_own_layer,
+    written_context,
+)
+from eagle3.runner.hardware.memory import size_text
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -49,7 +56,7 @@ class Sources:
             which = next(snapshot for snapshot in self.missing if snapshot.kind not in ("safetensors", ""))
             raise ValueError(
                 f"{which.name} has {which.kind} weights, and a dry run cannot fetch their headers alone: type "
-                f"--download to fetch {gigabytes(which.missing_bytes)} first, or name a repository of safetensors"
+                f"--download to fetch {size_text(which.missing_bytes)} first, or name a repository of safetensors"
             )
         with TemporaryDirectory(prefix="eagle3-headers-") as folder, named_as_typed(folder):
             yield self._with_paths(
@@ -99,7 +106,7 @@ class Sources:
         """Yield a line on each repository, and warnings about adapters that are not read and tokenizers that are not
         compared."""
         for name, snapshot in self.snapshots.items():
-            takes = f"{gigabytes(snapshot.missing_bytes)} to download" if snapshot.missing else "in the cache"
+            takes = f"{size_text(snapshot.missing_bytes)} to download" if snapshot.missing else "in the cache"
             yield f"hub      {FLAGS[name]} {snapshot}: {takes}"
             if snapshot.adapter and name == "draft":
                 yield f"hub      {snapshot.name} has a LoRA for its target: merge the two, or less is accepted"
@@ -139,6 +146,20 @@ def named_as_typed(folder: str) -> Iterator[None]:
         if len(error.args) == 1 and isinstance(error.args[0], str):
             error.args = (re.sub(rf"{re.escape(folder)}/\w+/", "", error.args[0]),)
         raise
+
+
+def check_typed(config: ExportConfig) -> None:
+    """Raise ValueError or FileNotFoundError for typed values that are wrong whatever the weights are: a path that does
+    not exist, a head's number that the target does not have, a context longer than the checkpoint's. Imports neither
+    torch nor transformers, so the error is immediate."""
+    config = with_shipped_head(config)
+    named, _ = names_of(config if config.draft is not None else replace(config, draft=Path(NO_HEAD)))
+    if not named.keys() & {"checkpoint", "config_folder"}:
+        _, folder = target_paths(config, TARGETS[config.target_model])
+        if config.max_seq_len is not None:
+            check_context(config.max_seq_len, written_context(folder))
+    if "draft" not in named and config.draft not in (None, Path(NO_HEAD), Path(OWN_LAYER)):
+        draft_folder(config)
 
 
 def find_sources(config: ExportConfig, download: bool = False) -> Sources:
@@ -189,15 +210,22 @@ def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
     """Return the names on the hub by field, and the fields that the user typed. An existing path is not taken for a
     name.
 
-    Raises ValueError for a head's number that the target's entry does not have, and if no head is known.
+    Raises ValueError for the address of a repository, for a head's number that the target's entry does not have, and if
+    no head is known.
     """
     spec, named = TARGETS[config.target_model], {}
     for name in FLAGS:
         written = getattr(config, name)
-        if written is not None and not os.path.exists(written) and (found := hub_name(str(written))):
+        if written is None or os.path.exists(written):
+            continue
+        if (address := of_address(str(written))) is not None:
+            raise ValueError(
+                f"{FLAGS[name]} takes the name of a repository, not its address: type {FLAGS[name]} {address}"
+            )
+        if (found := hub_name(str(written))) is not None:
             named[name] = found
     if config.checkpoint is None and spec.repository is not None:
-        named["checkpoint"] = HubName(spec.repository)
+        named["checkpoint"] = HubName(spec.repository, named_by=f"--target-model {config.target_model}")
     heads = spec.heads or _heads_for(named.get("checkpoint"))
     if config.draft == Path(NO_HEAD) or uses_own_layer(config):
         named.pop("draft", None)
@@ -210,7 +238,8 @@ def names_of(config: ExportConfig) -> tuple[dict[str, HubName], set[str]]:
                 f"no draft head is known for {config.target_model}: type --draft FOLDER or ORG/NAME, --draft none to "
                 "export the target alone, or --draft mtp if its checkpoint has an MTP layer"
             )
-        named["draft"] = HubName(heads[0])
+        by = f"--target-model {config.target_model}" if spec.heads else f"--checkpoint {config.checkpoint}"
+        named["draft"] = HubName(heads[0], named_by=by)
     return named, {name for name in named if getattr(config, name) is not None}
 
 
@@ -226,8 +255,8 @@ def _head(text: str, heads: tuple[str, ...], target: str) -> HubName | None:
     if text.isdecimal():
         if not 1 <= int(text) <= len(heads):
             raise _no_such_head(text, target, len(heads))
-        return HubName(heads[int(text) - 1])
-    return next((HubName(head) for head in heads if text == head.partition("/")[2]), None)
+        return HubName(heads[int(text) - 1], named_by=f"--draft {text}")
+    return next((HubName(head, named_by=f"--draft {text}") for head in heads if text == head.partition("/")[2]), None)
 
 
 def _no_such_head(text: str, target: str, count: int) -> ValueError:
@@ -252,14 +281,10 @@ def _look_up(name: HubName, role: "Role", allowed: bool) -> "Snapshot":
 
 
 def _not_here(target: str, snapshots: list["Snapshot"]) -> str:
-    total = gigabytes(sum(snapshot.missing_bytes for snapshot in snapshots))
-    which = " and ".join(f"{s.name} ({gigabytes(s.missing_bytes)})" for s in snapshots)
+    total = size_text(sum(snapshot.missing_bytes for snapshot in snapshots))
+    which = " and ".join(f"{s.name} ({size_text(s.missing_bytes)})" for s in snapshots)
     flags = " and ".join(s.role.flag for s in snapshots)
     return (
         f"{target} takes {which}, which the cache lacks: type --download to fetch {total}, --dry-run to print the "
         f"plan, or {flags} with a folder or a name of your own"
     )
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

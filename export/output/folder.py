@@ -24,6 +24,7 @@ from types import FrameType
 from eagle3.export.output.contents import sha256
 from eagle3.runner.console.command import Terminated
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
+from eagle3.runner.hardware.memory import size_text
 
 try:
     import fcntl
@@ -105,11 +106,9 @@ def full_disk_named(folder: Path, needed: int) -> Iterator[None]:
         if not is_full_disk(error):
             raise
         places = {"output": folder.resolve().parent, "temporary files": Path(tempfile.gettempdir())}
-        free = ", ".join(
-            f"{name} ({path}): {shutil.disk_usage(path).free / 1e9:.1f} GB" for name, path in places.items()
-        )
+        free = ", ".join(f"{name} ({path}): {size_text(shutil.disk_usage(path).free)}" for name, path in places.items())
         raise OSError(
-            f"no space left on the disk; the artifact takes about {needed / 1e9:.1f} GB, free for {free}: "
+            f"no space left on the disk; the artifact takes about {size_text(needed)}, free for {free}: "
             "make room, name another --output-dir, or set TMPDIR"
         ) from error
 

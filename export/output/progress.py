@@ -32,6 +32,14 @@ class Progress:
         self.stages.append(record)
         self.console.print(f"{name:<34} {record['seconds']:>8.1f} s {record['peak_mb']:>8,} MB")
 
+    @contextmanager
+    def warned_of(self, *errors: type[Exception]) -> Iterator[None]:
+        """Print a warning in place of an error of these types that ends the context."""
+        try:
+            yield
+        except errors as error:
+            self.say(f"Warning: {error}")
+
     def say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True)
 

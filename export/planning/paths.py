@@ -4,6 +4,8 @@ The command imports this module before it checks the output folder, when it shou
 read checkpoints are imported in the functions that need them.
 """
 
+import json
+from contextlib import suppress
 from pathlib import Path
 
 from eagle3.export.configuration.config import NO_HEAD, OWN_LAYER, ExportConfig
@@ -13,10 +15,8 @@ from eagle3.targets import TARGETS, TargetSpec
 
 def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
     """Return the path of the target's weights, and the folder with its configuration and tokenizer."""
-    from eagle3.export.checkpoints.gguf_file import GGUFFile
-
     path, folder = config.checkpoint or spec.checkpoint, config.config_folder
-    if path is None or not GGUFFile.recognizes(path):
+    if path is None or not _is_gguf(path):
         if folder is not None:
             raise ValueError(
                 f"--config {folder} is for a GGUF file, and this checkpoint has its own configuration: leave it out"
@@ -39,11 +39,10 @@ def target_paths(config: ExportConfig, spec: TargetSpec) -> tuple[Path, Path]:
 
 def draft_folder(config: ExportConfig) -> Path:
     """Return the folder of the draft head. Raises ValueError or FileNotFoundError if there is none."""
-    from eagle3.export.checkpoints.gguf_file import GGUFFile
-    from eagle3.export.draft.other_heads import GGUF_HEAD
-
     path = config.draft or TARGETS[config.target_model].draft
-    if path is not None and GGUFFile.recognizes(path):
+    if path is not None and _is_gguf(path):
+        from eagle3.export.draft.other_heads import GGUF_HEAD
+
         raise ValueError(f"--draft {path}: {GGUF_HEAD}")
     return _folder(path, config.target_model, "--draft")
 
@@ -59,6 +58,30 @@ def uses_own_layer(config: ExportConfig) -> bool:
     from eagle3.export.draft.kinds.mtp.own_layer import has_own_layer
 
     return has_own_layer(config.checkpoint)
+
+
+def check_context(asked: int, most: float) -> None:
+    """Raise ValueError for a context of more tokens than the target's."""
+    if asked > most:
+        raise ValueError(
+            f"--max-seq-len {asked} is past the target's max_position_embeddings {most}: type --max-seq-len {most} or "
+            "less"
+        )
+
+
+def written_context(checkpoint: Path) -> float:
+    """Return the largest ``max_position_embeddings`` that a checkpoint's config.json has for the whole model or a part;
+    infinity if it has none. transformers may read a smaller one."""
+    with suppress(OSError, ValueError, AttributeError):
+        fields = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        parts = [fields, *(value for value in fields.values() if isinstance(value, dict))]
+        found = [part.get("max_position_embeddings") for part in parts]
+        return max((length for length in found if type(length) is int), default=float("inf"))
+    return float("inf")
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 def _folder(path: Path | None, target: str, flag: str) -> Path:

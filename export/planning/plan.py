@@ -26,12 +26,13 @@ from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.memory import cache_bytes, draft_caches, state_bytes, target_caches
 from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods
 from eagle3.export.planning.pairing import check_pair, check_trained_for, within_vocabulary
-from eagle3.export.planning.paths import draft_folder, target_paths, uses_own_layer
+from eagle3.export.planning.paths import check_context, draft_folder, target_paths, uses_own_layer
 from eagle3.export.planning.readings import with_readings
 from eagle3.export.planning.taps import Taps, choose_taps
 from eagle3.export.planning.tensors import check_target
 from eagle3.export.planning.tokenizer import check_tokenizer
 from eagle3.runner.contract import SPECULATE
+from eagle3.runner.hardware.memory import size_text
 from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import Skeleton, sliding_window
 
@@ -154,7 +155,7 @@ def make_plan(config: ExportConfig) -> Plan:
         target_config = copy(target_config)
         target_config.vocab_size = rows_of_embedding(target_source, target_headers, whole_config, checkpoint)
     max_seq_len = config.max_seq_len or min(spec.max_seq_len, target_config.max_position_embeddings)
-    check_context(spec, target_config, max_seq_len)
+    check_context(max_seq_len, target_config.max_position_embeddings)
     skeleton = spec.module().skeleton(target_config, max_seq_len)
     target_headers = check_target(target_source, target_headers, skeleton, target_config, checkpoint)
     has_draft = config.draft != Path(NO_HEAD)
@@ -237,8 +238,8 @@ def _recipe_notes(config: ExportConfig, headers: dict[str, TensorHeader]) -> Ite
     quantized = any(header.quantized for header in headers.values())
     if config.qlinear is None and backend.small_recipe and not quantized and elements > LARGE:
         yield (
-            f"the target keeps float32, {4 * elements / 1e9:.1f} GB of weights that each step reads: type --qlinear "
-            f"{backend.small_recipe} for {elements / 1e9:.1f} GB, or --qlinear none to keep float32"
+            f"the target keeps float32, {size_text(4 * elements)} of weights that each step reads: type --qlinear "
+            f"{backend.small_recipe} for {size_text(elements)}, or --qlinear none to keep float32"
         )
 
 
@@ -260,18 +261,4 @@ def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]
         yield (
             f"the draft head was made for {trained} positions, the context has {max_seq_len}: past {trained} fewer "
             f"proposals may be accepted; the tokens stay those of greedy decoding{window}"
-        )
-
-
-def check_context(spec: TargetSpec, target_config: "PreTrainedConfig", max_seq_len: int) -> None:
-    """Raise ValueError for a context longer than the target's; the message names the memory that its caches would
-    take."""
-    import torch
-
-    most = target_config.max_position_embeddings
-    if max_seq_len > most:
-        takes = cache_bytes(target_caches(spec, target_config, max_seq_len, torch.bfloat16))
-        raise ValueError(
-            f"--max-seq-len {max_seq_len} is past the target's max_position_embeddings {most} (its KV caches would "
-            f"take {takes / 1e9:,.1f} GB in bfloat16): type --max-seq-len {most} or less"
         )

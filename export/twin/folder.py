@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from eagle3.export.output.folder import is_full_disk
+from eagle3.runner.hardware.memory import size_text
 
 
 @contextmanager
@@ -22,6 +23,6 @@ def twin_folder() -> Iterator[Path]:
             raise
         place = tempfile.gettempdir()
         raise OSError(
-            f"{place} is full ({shutil.disk_usage(place).free / 1e6:.1f} MB free), and the twin check writes small "
+            f"{place} is full ({size_text(shutil.disk_usage(place).free)} free), and the twin check writes small "
             "copies of the models there: make room, or set TMPDIR to another folder"
         ) from error

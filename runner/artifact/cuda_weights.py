@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from eagle3.runner.artifact.light_imports import without_compiler
+from eagle3.runner.artifact.pte import DTYPES
 from eagle3.runner.console.command import calm_stderr
 
 WEIGHTS_FILE = "aoti_cuda_blob.ptd"
@@ -114,10 +116,9 @@ def _weight(reader: _Reader) -> CudaWeight:
 @cache
 def _dtype(number: int) -> torch.dtype:
     """Return the torch dtype of a number of ExecuTorch's ``ScalarType``."""
-    with calm_stderr():
+    with calm_stderr(), without_compiler():
         from executorch.exir.scalar_type import ScalarType
-        from executorch.exir.tensor import get_scalar_type
-    return get_scalar_type(ScalarType(number))
+    return getattr(torch, DTYPES[ScalarType(number).name][0])
 
 
 def read_ptd_index(path: Path) -> dict[str, Extent]:

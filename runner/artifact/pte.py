@@ -25,6 +25,15 @@ EXTENDED_HEADER = struct.Struct("<8x4sIQQ")
 """The header after the flatbuffer's root and identifier: "eh00", the header's length, the program's size, the offset of
 the segments."""
 
+DTYPES = {
+    "BYTE": ("uint8", 1), "CHAR": ("int8", 1), "SHORT": ("int16", 2), "INT": ("int32", 4), "LONG": ("int64", 8),
+    "UINT16": ("uint16", 2), "UINT32": ("uint32", 4), "HALF": ("float16", 2), "BFLOAT16": ("bfloat16", 2),
+    "FLOAT": ("float32", 4), "DOUBLE": ("float64", 8), "BOOL": ("bool", 1), "FLOAT8E5M2": ("float8_e5m2", 1),
+    "FLOAT8E4M3FN": ("float8_e4m3fn", 1),
+}  # fmt: skip
+"""Maps ExecuTorch's scalar types to torch's names and to the bytes of an element. ExecuTorch's own map imports its
+compiler, which takes 4 s."""
+
 
 @dataclass(frozen=True)
 class Pte:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
+from eagle3.runner.hardware.memory import size_text
 
 QUICK_BYTES = 200_000_000
 """Bytes that are hashed at every opening, smallest files first: under a second at 250 MB/s, which is SHA-256 on a slow
@@ -99,7 +100,7 @@ def compare(model: Path, verify: bool = False, say: Callable[[str], None] = sile
     states = []
     for name, entry in sorted(record.items()):
         if name in hashed and entry.whole.bytes > QUICK_BYTES:
-            say(f"verifying {name}, {entry.whole.bytes / 1e9:.1f} GB")
+            say(f"verifying {name}, {size_text(entry.whole.bytes)}")
         states.append(_found(model.parent / name, entry, name in hashed))
     fault = next(state.fault for state in states if state.name == model.name)
     return Comparison(True, tuple(states), fault if fault and not _program_is_whole(model, record) else None)

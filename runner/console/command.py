@@ -76,13 +76,20 @@ def closest(typed: str, names: Iterable[str]) -> str:
 
 
 class NameChoice(click.Choice[str]):
-    """A choice among many names. The error for an unknown name ends with the closest one."""
+    """A choice among names. The error for an unknown name ends with the closest one, or with the one that ``meant`` has
+    for it."""
+
+    def __init__(self, choices: Iterable[str], meant: Mapping[str, str] | None = None):
+        super().__init__(list(choices))
+        self._meant = meant or {}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ANN401 - click's
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as error:
-            self.fail(error.message + closest(str(value), self.choices), param, ctx)
+            meant = self._meant.get(str(value).lower())
+            hint = closest(str(value), self.choices) if meant is None else f" Did you mean {meant!r}?"
+            self.fail(error.message + hint, param, ctx)
 
 
 class OneLineFailures(click.Command):
@@ -95,6 +102,17 @@ class OneLineFailures(click.Command):
         super().__init__(*args, **kwargs)
         self._headings = {} if headings is None else {"version": "Other", **headings}
         self.params.append(click.Option(["--verbose"], is_flag=True, help="Print tracebacks and what libraries print."))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            kind = error.param.type if error.param is not None else None
+            if isinstance(kind, click.IntRange) and error.message.endswith("is not a valid integer range."):
+                bounds = " to ".join(str(bound) for bound in (kind.min, kind.max) if bound is not None)
+                bounds += " or more" if kind.max is None else ""
+                error.message = f"{error.message.partition(' is not ')[0]} is no whole number: type {bounds}."
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: list[tuple[str, list[tuple[str, str]]]] = [("Options", [])]
@@ -138,7 +156,7 @@ class OneLineFailures(click.Command):
         except BrokenPipeError:  # the reader closed the pipe, which is no failure
             pass
         except OSError as error:
-            tell(f"Error: stdout: {one_line(error)}")
+            tell(f"Error: stdout: {error.strerror or one_line(error)}")
         return 1
 
     def invoke(self, ctx: click.Context) -> object:
@@ -151,6 +169,8 @@ class OneLineFailures(click.Command):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:
+            if isinstance(error, OSError) and _of_stdout(error):
+                raise
             if verbose:
                 traceback.print_exc()
             raise click.ClickException(one_line(error)) from error
@@ -217,6 +237,18 @@ def calm_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(null)
+
+
+def _of_stdout(error: OSError) -> bool:
+    """Return True if an error is about stdout: click's ``echo`` raised it, or stdout still holds text that cannot be
+    written."""
+    if traceback.extract_tb(error.__traceback__)[-1].filename == click.utils.__file__:
+        return True
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _escape_unencodable(stream: TextIO | None) -> None:

@@ -1,4 +1,4 @@
-"""The memory of this machine."""
+"""The memory of this machine, and sizes in words."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -7,6 +7,13 @@ from pathlib import Path
 def free_memory() -> int | None:
     """Return the bytes of memory that are free on this machine; None on systems other than Linux."""
     return linux_bytes("/proc/meminfo", "MemAvailable")
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes in the largest unit that does not round it to nothing."""
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count:,} bytes"
 
 
 def linux_bytes(file: str, key: str) -> int | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from eagle3.runner.artifact.pte import program_bytes
 from eagle3.runner.console.command import tell, verbose_note
 from eagle3.runner.hardware.cpu_features import processor
+from eagle3.runner.hardware.memory import size_text
 from eagle3.runner.hardware.versions import version_of
 from eagle3.runner.hosts.xnnpack_options import BACKEND, packed_weights_shared
 
@@ -71,7 +72,7 @@ class PackedFile:
         if not self.was_whole:
             if free < needed:
                 raise ValueError(
-                    f"{folder} has {free / 1e9:,.1f} GB free, packed weights take up to {needed / 1e9:,.1f} GB: free "
+                    f"{folder} has {size_text(free)} free, packed weights take up to {size_text(needed)}: free "
                     "some, or leave --packed-weights out"
                 )
             tell(f"Packing the weights for this processor into {self.path}, which later starts map.")

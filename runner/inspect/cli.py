@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from eagle3.runner.artifact.opening import find_model, load_artifact
 from eagle3.runner.artifact.record import Comparison, compare
 from eagle3.runner.console.command import NameChoice, OneLineFailures, tell, version_option
 from eagle3.runner.console.tables import show_tables, table
@@ -74,13 +75,13 @@ def main(
     """
     if (gpus or context) and not with_cost:
         raise click.UsageError(f"{'--gpu' if gpus else '--context'} is for --cost: type --cost as well")
-    from eagle3.runner.artifact.opening import find_model, load_artifact
-    from eagle3.runner.inspect.program import inspect_program
-
     model = find_model(artifact)
     comparison = compare(model, verify, say=tell)
     if comparison.program_fault:  # everything below is read from the program
         raise ValueError(comparison.program_fault)
+
+    from eagle3.runner.inspect.program import inspect_program
+
     opened = load_artifact(model, comparison.recorded)
     found = {
         "model": str(model),
@@ -104,6 +105,8 @@ def main(
         raise ValueError(f"{model}: {faults[0]['what']}{more}: export it again with this version, or report it")
     if verify:
         comparison.refuse_faults()
+        total = sum(state.bytes or 0 for state in comparison.files)
+        tell(f"verified: {len(comparison.files)} files, {total:,} bytes, have the sha256 that {EXPORT_RECORD} records")
     for fault in comparison.faults:
         tell(f"Warning: {fault}")
 

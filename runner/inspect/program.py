@@ -16,11 +16,10 @@ from eagle3.runner.artifact.cuda_delegates import naming, weight_tables
 from eagle3.runner.artifact.cuda_library import CUDA_BACKEND, extent
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, check_stored, read_ptd_index
 from eagle3.runner.artifact.gpu_needs import gpu_memory
-from eagle3.runner.artifact.pte import Pte, read_pte
+from eagle3.runner.artifact.pte import DTYPES, Pte, read_pte
 from eagle3.runner.contract import DECODE, FORWARD, METHODS, SPECULATE, Metadata, row_bounds
 
 if TYPE_CHECKING:
-    import torch
     from executorch.exir.schema import BackendDelegate, ExecutionPlan, Program, SubsegmentOffsets, Tensor
 
 
@@ -87,17 +86,11 @@ def _value(plan: "ExecutionPlan", index: int) -> dict[str, Any]:
 
 
 def _tensor(tensor: "Tensor") -> dict[str, Any]:
-    return {"dtype": str(_dtype(tensor)).removeprefix("torch."), "shape": list(tensor.sizes)}
-
-
-def _dtype(tensor: "Tensor") -> "torch.dtype":
-    from executorch.exir.tensor import get_scalar_type
-
-    return get_scalar_type(tensor.scalar_type)
+    return {"dtype": DTYPES[tensor.scalar_type.name][0], "shape": list(tensor.sizes)}
 
 
 def _tensor_bytes(tensor: "Tensor") -> int:
-    return math.prod(tensor.sizes) * _dtype(tensor).itemsize
+    return math.prod(tensor.sizes) * DTYPES[tensor.scalar_type.name][1]
 
 
 def planned_memory(plan: "ExecutionPlan") -> list[dict[str, Any]]:

@@ -1,11 +1,12 @@
 """Runs an artifact in a process of its own, for the exporter: ``python -m eagle3.runner.rounds.smoke_run ARTIFACT``.
 
 Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
-"stats", "window", "by_fused_rounds", "by_lookup"}, ...], "step_ms": {...}}``. ``window`` is the first verify window
-after the prompt, a token and the proposals after it; ``by_fused_rounds`` has the token ids of fused rounds
-(``speculate``), if the artifact has that method; ``by_lookup`` those of rounds that verify what a lookup proposes, if
-it has no draft head; ``step_ms`` the milliseconds of single calls. Errors are reported as by every command. A crash of
-this process does not end the caller.
+"stats", "window", "by_fused_rounds", "by_lookup"}, ...], "step_ms": {...}, "cpu_share": 0.98}``. ``window`` is the
+first verify window after the prompt, a token and the proposals after it; ``by_fused_rounds`` has the token ids of fused
+rounds (``speculate``), if the artifact has that method; ``by_lookup`` those of rounds that verify what a lookup
+proposes, if it has no draft head; ``step_ms`` the milliseconds of single calls; ``cpu_share`` the CPU time of the
+thread that made them divided by their wall time. Errors are reported as by every command. A crash of this process does
+not end the caller.
 """
 
 import json
@@ -38,7 +39,7 @@ def main(artifact: Path) -> None:
     from eagle3.runner.chain.lookup_choice import LookupChoice
     from eagle3.runner.hosts.opening import open_session
     from eagle3.runner.rounds.loop import complete
-    from eagle3.runner.rounds.step_times import round_steps, step_milliseconds
+    from eagle3.runner.rounds.step_times import round_steps, step_milliseconds, with_cpu_share
 
     asked = json.load(sys.stdin)
     session, generations = open_session(open_artifact(artifact)), []
@@ -56,7 +57,8 @@ def main(artifact: Path) -> None:
             generations[-1]["by_lookup"] = proposed.token_ids
     steps = round_steps(session)
     step_milliseconds(steps, repeats=WARMUP)
-    click.echo(json.dumps({"generations": generations, "step_ms": step_milliseconds(steps, repeats=CALLS)}))
+    step_ms, cpu_share = with_cpu_share(lambda: step_milliseconds(steps, repeats=CALLS))
+    click.echo(json.dumps({"generations": generations, "step_ms": step_ms, "cpu_share": cpu_share}))
 
 
 class WatchedSession:

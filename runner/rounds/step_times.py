@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from eagle3.runner.contract import DECODE, DRAFT_STEP, SPECULATE, TARGET_VERIFY, TWO_ROWS
 from eagle3.runner.hosts.session import Session
 from eagle3.runner.rounds.windows import chunks
+
+Returned = TypeVar("Returned")
 
 
 def step_milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 100) -> dict[str, float]:
@@ -21,6 +23,14 @@ def step_milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 100
             call()
             times[name].append(time.perf_counter() - start)
     return {name: 1000 * sorted(taken)[repeats // 2] for name, taken in times.items()}
+
+
+def with_cpu_share(call: Callable[[], Returned]) -> tuple[Returned, float]:
+    """Return what ``call`` returns, and the CPU time of this thread during the call divided by its wall time. A share
+    well below 1 means that the thread slept, or that other programs had the processor."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    returned = call()
+    return returned, (time.thread_time() - cpu) / (time.perf_counter() - wall)
 
 
 def step_position(max_seq_len: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from eagle3.runner.artifact.opening import find_model
 from eagle3.runner.commands.flags import chain_len_option, ngram_option
 from eagle3.runner.console.command import (
     OneLineFailures,
@@ -143,6 +144,7 @@ def main(
         key = None if api_key_file is None else read_key(api_key_file)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    find_model(artifact)
     listening = bind(host, port)
 
     leave_threads_to_xnnpack()  # before torch is imported

@@ -60,6 +60,8 @@ def test_an_unknown_target_is_a_usage_error_that_lists_the_known(tmp_path):
         ("--cuda-arch", "sm90", "sm_90"),
         ("--draft", "peagel", "peagle"),
         ("--draft", "non", "none"),
+        ("--backend", "cpu", "xnnpack"),
+        ("--backend", "GPU", "cuda"),
     ],
 )
 def test_the_error_for_a_mistyped_name_suggests_the_closest_one(flag, typed, meant, tmp_path):
@@ -212,6 +214,18 @@ def test_lengths_that_no_target_supports_are_usage_errors(flag, value, tmp_path)
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [
+        ("--chain-len", "three", "'three' is no whole number: type 1 to 15."),
+        ("--max-seq-len", "4k", "'4k' is no whole number: type 16 or more."),
+    ],
+)
+def test_the_error_for_a_value_that_is_no_number_says_which_numbers_are_valid(flag, value, says, tmp_path):
+    code, line = export_fails(tmp_path, flag, value)
+    assert code == 2 and flag in line and line.endswith(says)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
         ("--max-seq-len", 2000, "1024"),
         ("--max-prefill", 65, "9 to 64"),
         ("--max-prefill", 8, "9 to 64"),
@@ -224,6 +238,41 @@ def test_errors_for_lengths_and_flags_that_do_not_fit_say_which_values_do(flag, 
     code, line = export_fails(tmp_path, flag, value)
     assert code == 1
     assert flag in line and says in line
+
+
+AT_ONCE = [
+    (("eagle3.export.cli", *EXPORT, "--draft", "9"), "--draft 9: gemma4-tiny has 4 heads"),
+    (("eagle3.export.cli", "--target-model", "qwen3-8B", "--draft", "12"), "--draft 12: qwen3-8B has 11 heads"),
+    (("eagle3.export.cli", *EXPORT, "--max-seq-len", "2000"), "type --max-seq-len 1024 or less"),
+    (("eagle3.export.cli", *EXPORT, "--draft", "nowhere", "--dry-run"), "--draft nowhere is not a folder"),
+    (("eagle3.export.cli", "--checkpoint", "/nowhere", "--dry-run"), "--checkpoint /nowhere is not a folder"),
+    (("eagle3.export.cli", "--checkpoint", "no.gguf", "--draft", "none"), "--checkpoint no.gguf is not there"),
+    (("eagle3.export.cli", "--target-model", "phi4", "--backend", "xnnpack"), "no draft head is known for phi4"),
+    (("eagle3.export.fit_command", "gemma4-tiny", "1", "9"), "--draft 9: gemma4-tiny has 4 heads"),
+    (("eagle3.export.fit_command", "gemma4-tiny", "1", "nowhere"), "--draft nowhere is not a folder"),
+    (("eagle3.export.fit_command", "gema4-tiny", "1"), "TARGET gema4-tiny is no name"),
+    (("eagle3.runner.run.cli", "nowhere", "--prompt", "a"), "nowhere is missing"),
+    (("eagle3.runner.inspect.cli", "nowhere"), "nowhere is missing"),
+    (("eagle3.runner.bench.cli", "nowhere", "--prompts", __file__), "nowhere is missing"),
+    (("eagle3.runner.serve.cli", "nowhere"), "nowhere is missing"),
+]
+"""Commands with a wrong path or number, and what their error says."""
+
+
+def test_wrong_paths_and_numbers_are_refused_before_torch_and_transformers_are_imported():
+    code = f"""
+import importlib, json, sys
+from click.testing import CliRunner
+found = []
+for module, *args in {[list(command) for command, _ in AT_ONCE]!r}:
+    result = CliRunner().invoke(importlib.import_module(module).main, args)
+    heavy = [name for name in ("torch", "transformers", "executorch") if name in sys.modules]
+    found.append((result.exit_code, result.stderr, heavy))
+print(json.dumps(found))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for (code, line, heavy), (command, says) in zip(json.loads(done.stdout), AT_ONCE, strict=True):
+        assert code in (1, 2) and heavy == [] and says in line, (command, line, heavy)
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, artifact):

@@ -1,11 +1,16 @@
 """The check after an export estimates the gain of speculation correctly, and proposes a better chain length."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 
 from eagle3.export.configuration.backends import BACKENDS, FAST_ROWS_OF_AVX2, FAST_ROWS_OF_AVX512
 from eagle3.export.fit.gain import Rounds, gain_lines, gain_record
+from eagle3.runner.rounds.step_times import round_steps, step_milliseconds, with_cpu_share
 
 FLAT = {"target_verify": 10.0, "two_rows": 10.0, "draft_step": 1.0}
 """Milliseconds where a window of 4 rows costs what one of 2 does."""
@@ -69,7 +74,27 @@ def test_contradictory_timings_give_no_gain_and_are_named(taken, part, whole):
     rounds = Rounds([0.9, 0.9, 0.9], FLAT | taken)
     (line,) = gain_lines(rounds, fast_rows=7)
     assert part in line and whole in line and "busy" in line and "eagle3-bench" in line and "times" not in line
-    assert gain_record(rounds) == {"step_ms": FLAT | taken}
+    assert gain_record(rounds) == {"speculation_gain": None, "step_ms": FLAT | taken, "cpu_share": None}
+
+
+def test_times_of_a_busy_machine_give_neither_a_gain_nor_advice(session):
+    """The machine is really busy: beside the calls run four processes for each processor."""
+    rates, steps = [0.9, 0.9, 0.9], round_steps(session)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * (os.cpu_count() or 1))]
+    try:
+        time.sleep(0.2)
+        _, share = with_cpu_share(lambda: step_milliseconds(steps, repeats=3))
+    finally:
+        for each in others:
+            each.kill()
+            each.wait()
+    assert 0 < share < 0.9
+    rounds = Rounds(rates, FLAT, cpu_share=share)  # times without a contradiction
+    assert gain_record(rounds) == {"speculation_gain": None, "step_ms": FLAT, "cpu_share": round(share, 2)}
+    (line,) = gain_lines(rounds, fast_rows=7)
+    assert f"a processor for {share:.0%} of their time" in line and "busy" in line and "--chain-len" not in line
+    idle = Rounds(rates, FLAT, cpu_share=0.95)
+    assert gain_record(idle)["speculation_gain"] and len(gain_lines(idle, fast_rows=7)) == 2
 
 
 def test_one_row_may_take_slightly_longer_than_four_rows():
@@ -89,5 +114,5 @@ def test_the_check_of_an_export_records_the_gain(artifact):
     assert all(taken > 0 for taken in checked["step_ms"].values())
     step, verify, draft = (checked["step_ms"][name] for name in ("decode", "target_verify", "draft_step"))
     gain = checked["mean_acceptance_length"] * min(1, step / (verify + 3 * draft))
-    busy = Rounds([0.5] * 3, checked["step_ms"]).contradiction()
-    assert checked.get("speculation_gain") == (None if busy else pytest.approx(gain, rel=0.02))
+    disturbed = Rounds([0.5] * 3, checked["step_ms"], cpu_share=checked["cpu_share"]).doubt()
+    assert checked["speculation_gain"] == (None if disturbed else pytest.approx(gain, rel=0.02))

@@ -167,7 +167,40 @@ def test_missing_files_offline_are_refused_with_the_reason(said, how, hub_pair, 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     line = refused("--checkpoint", TARGET, "--draft", HEAD, *CPU)
     assert said in line and f"--checkpoint {TARGET}: no such path exists here" in line
-    assert "does not hold it completely" in line
+    assert f"does not hold {TARGET} completely" in line and "correct the path" in line
+
+
+@pytest.mark.parametrize("how", ["offline", "no server", "no repository"])
+@pytest.mark.parametrize(
+    ("typed", "named", "missing"),
+    [
+        (("--target-model", "qwen3-4B"), "--target-model qwen3-4B", "Qwen/Qwen3-4B"),
+        (("--target-model", "qwen3-4B", "--checkpoint", TINY.checkpoint), "--target-model qwen3-4B", "AngelSlim/"),
+        (("--target-model", "qwen3-4B", "--checkpoint", TINY.checkpoint, "--draft", "2"), "--draft 2", "z-lab/"),
+    ],
+)
+def test_no_error_blames_a_path_that_was_not_typed(typed, named, missing, how, hub, monkeypatch):
+    if how != "no repository":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "offline")
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    line = refused(*typed, *CPU, "--dry-run")
+    assert line.startswith(f"Error: {named}: ") and missing in line
+    assert "path" not in line.replace(constants.HF_HUB_CACHE, "")
+
+
+@pytest.mark.parametrize(
+    ("flag", "path", "name"),
+    [
+        ("--checkpoint", "org/name", "org/name"),
+        ("--checkpoint", "org/name/tree/v1.0", "org/name@v1.0"),
+        ("--checkpoint", "org/name/blob/main/a-Q4_K_M.gguf?download=true", "org/name:a-Q4_K_M.gguf"),
+        ("--draft", "org/name/", "org/name"),
+    ],
+)
+def test_the_error_for_a_repositorys_address_says_the_name_to_type(flag, path, name):
+    typed = {"--checkpoint": TINY.checkpoint, "--draft": TINY.draft, flag: f"https://huggingface.co/{path}"}
+    line = fail_command(export_main, *(each for pair in typed.items() for each in pair), "--dry-run")[1]
+    assert line.endswith(f"not its address: type {flag} {name}")
 
 
 def test_a_revision_is_its_own_checkpoint_and_its_commit_is_recorded(hub_pair, tmp_path):
@@ -265,6 +298,8 @@ def test_a_full_disk_is_reported_before_the_download(hub_pair):
     line = refused("--checkpoint", TARGET, "--draft", TINY.draft, *CPU)
     assert "the download takes 1,000,000.0 GB" in line and "HF_HOME" in line
     assert sum(request.bytes for request in hub_pair.asked("model.safetensors")) <= 200_000
+    planned = run_command(export_main, "--checkpoint", TARGET, "--draft", TINY.draft, *CPU, "--dry-run")
+    assert f"Warning: {line.removeprefix('Error: ')}" in planned.stderr
 
 
 def test_a_wrong_pair_is_refused_before_the_weights_are_downloaded(hub_pair, tmp_path, checkpoints):

@@ -170,7 +170,7 @@ def test_a_recipe_is_proposed_where_a_large_target_would_keep_float32_by_default
     assert not [line for line in make_plan(config).warnings if "keeps float32" in line]
     monkeypatch.setattr("eagle3.export.planning.plan.LARGE", 1_000_000)
     found = [line for line in make_plan(config).warnings if "keeps float32" in line]
-    assert len(found) == proposed and all("type --qlinear 8da8w for 0.0 GB" in line for line in found)
+    assert len(found) == proposed and all("type --qlinear 8da8w for 5.3 MB" in line for line in found)
 
 
 def test_the_states_of_recurrent_layers_are_counted():

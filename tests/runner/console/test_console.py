@@ -111,7 +111,10 @@ def test_a_broken_pipe_and_a_full_disk_have_exit_code_1(tmp_path):
         done = run_through_shell(">/dev/full", SMALL, tmp_path / "file")
         assert done.returncode == 1
         (line,) = done.stderr.decode().splitlines()
-        assert line.startswith("Error: ") and "No space left on device" in line
+        assert line == "Error: stdout: No space left on device"
+        echoed = "import sys; from eagle3.export.cli import main; sys.argv = ['', '--list-targets', '--json']; main()"
+        done = run_through_shell(">/dev/full", echoed)
+        assert (done.returncode, done.stderr) == (1, b"Error: stdout: No space left on device\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

@@ -107,7 +107,7 @@ def test_packed_weights_that_cannot_be_written_are_refused_in_one_line(artifact,
     command = run_main, artifact, "--prompt-tokens", "1,2", "--packed-weights", tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
-        assert "0.0 GB free, packed weights take up to" in fail_command(*command)[1]
+        assert "1 bytes free, packed weights take up to 3" in fail_command(*command)[1]
     monkeypatch.setattr(packed_file, "VERSION", "1.4.")
     assert "cannot keep packed weights in a file" in fail_command(*command)[1]
     assert list(tmp_path.iterdir()) == []

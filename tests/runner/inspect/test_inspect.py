@@ -173,6 +173,18 @@ def test_inspect_tables_name_every_method_operator_and_file(found, artifact):
     assert f"{found['weights']['file_bytes']:,}" in text
 
 
+def test_verify_says_what_was_read_and_no_compiler_is_imported(artifact):
+    code = "import sys; from eagle3.runner.inspect.cli import main; sys.argv = sys.argv[1:]\ntry:\n    main()\n"
+    code += (
+        "finally:\n    print(*(name for name in ('executorch.exir.capture', 'torch._inductor') if name in sys.modules))"
+    )
+    command = [sys.executable, "-c", code, "eagle3-inspect", artifact, "--verify", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    shown, compilers = done.stdout.splitlines()
+    sizes = [entry["bytes"] for entry in json.loads(shown)["files"] if entry["matches_record"]]
+    assert compilers == "" and f"verified: {len(sizes)} files, {sum(sizes):,} bytes, have the sha256" in done.stderr
+
+
 def test_checksums_of_small_files_are_always_compared_and_all_others_with_verify(found, artifact, monkeypatch):
     sizes = {entry["name"]: entry["bytes"] for entry in found["files"]}
     assert sizes == {path.name: path.stat().st_size for path in artifact.iterdir()}

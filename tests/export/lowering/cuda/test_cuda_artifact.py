@@ -140,6 +140,8 @@ def fails(tmp_path, *args) -> tuple[int, str]:
 def test_without_a_gpu_the_architecture_must_be_named(tmp_path):
     code, line = fails(tmp_path)
     assert code == 1 and "no GPU" in line and "type --cuda-arch sm_90" in line
+    planned = run_command(export_main, *EXPORT, "--output-dir", tmp_path / "out", "--dry-run")
+    assert f"Warning: {line.removeprefix('Error: ')}" in planned.stderr.splitlines()
 
 
 def test_an_unknown_architecture_is_a_usage_error_that_lists_the_known(tmp_path):

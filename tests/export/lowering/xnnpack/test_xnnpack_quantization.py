@@ -7,7 +7,7 @@ import re
 import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401  (gives torchao's tensors CUDA's products)
 import pytest
 import torch
-from commands import fail_command
+from commands import fail_command, run_command
 from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.lowered_backend_module import get_lowered_submodules
@@ -189,6 +189,12 @@ def test_an_export_that_exceeds_the_memory_is_refused_with_the_amount(tmp_path, 
     says = "takes about 1.1 GB of memory, but only 1.0 GB are free: free some, or type --qlinear 8da4w"
     with pytest.raises(ValueError, match=says):
         preflight.check_export_memory(plan, backend)
+    asked = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--output-dir", tmp_path / "out")
+    assert says in fail_command(export_main, *asked)[1]  # before the twin check, whose line would be a second one
+    planned = run_command(export_main, *asked, "--dry-run")
+    assert f"Warning: the export {says}" in planned.stderr and "the export takes about" in planned.stdout
+    monkeypatch.undo()
+    assert "Warning" not in run_command(export_main, *asked, "--dry-run").stderr
 
 
 def test_the_estimated_memory_of_an_export_is_that_of_its_weights_held_and_written():
