@@ -21,6 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle3.runner.model import Model
 from eagle3.runner.serve import chat
+from eagle3.runner.serve.calls import DIALECTS, read_calls, typed, types_of
 from eagle3.runner.serve.requests import ChatBody, parse
 
 GO = {"role": "user", "content": "go"}
@@ -167,3 +168,94 @@ def test_a_reply_comes_back_as_the_template_writes_it(name, tmp_path):
         check("Four.\nQuestion: next", [], "stop", "Four.", stop=["Question:", "\n\n"])
         check("", ONE, "tool_calls", tools=TOOLS)
         check("Look." if family.both else "", TWO, "tool_calls", tools=TOOLS)
+
+
+OSLO = [("f", {"city": "Oslo"})]
+SCHEMAS = {"f": {"type": "object", "properties": {"city": STRING, "n": {"type": "integer"}}}, "g": {}}
+FORMS = [
+    ("gpt-oss", ' to=functions.f<|channel|>commentary json<|message|>{"city": "Oslo"}', OSLO),
+    ("gpt-oss", '<|channel|>analysis to=functions.f code<|message|>{"city": "Oslo"}<|call|>', OSLO),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"city": "Oslo"}, "id": "abcdefghi"}]', OSLO),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"city": "Oslo"}', OSLO),
+    ("mistral", '[TOOL_CALLS]f{"city": "Oslo"}[TOOL_CALLS]g{}', [*OSLO, ("g", {})]),
+    ("lfm2", '<|tool_call_start|>[{"name": "f", "arguments": {"city": "Oslo"}}]<|tool_call_end|>', OSLO),
+    ("lfm2", "<|tool_call_start|>[f(city='Oslo')]<|tool_call_end|>\n<|tool_call_start|>[g()]<|tool_call_end|>",
+     [*OSLO, ("g", {})]),
+    ("glm", "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>", OSLO),
+    ("glm", "<tool_call>g</tool_call>", [("g", {})]),
+    ("kimi", '<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>{"city": "Oslo"}'
+     "<|tool_call_end|><|tool_calls_section_end|>", OSLO),
+    ("nemotron-2", '<TOOLCALL>[{"name": "f", "arguments": {"city": "Oslo"}}]</TOOLCALL>', OSLO),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"city\\": \\"Oslo\\"}"}</tool_call>', OSLO),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"city": "</tool_call>"}}', [("f", {"city": "</tool_call>"})]),
+    ("qwen", "<function=f>\n<parameter=city>\n<parameter=x>\n</parameter>;</function>;\n</parameter>\n</function>",
+     [("f", {"city": "<parameter=x>\n</parameter>;</function>;"})]),
+    ("qwen", "<tool_call><function=f><parameter=n>None</parameter></function></tool_call>", [("f", {"n": "None"})]),
+    ("qwen", "<tool_call>\n<function=g>\n<parameter=x>\nTrue\n</parameter>\n</function>\n</tool_call>",
+     [("g", {"x": True})]),
+    ("gemma", "<|tool_call>call:f{city:Oslo,n:3,b-c:null}<tool_call|>", [("f", {"city": "Oslo", "n": 3, "b-c": None})]),
+    ("llama", '{"name": "f", "parameters": {"city": "Oslo"}}\n{"name": "g", "parameters": null}', [*OSLO, ("g", {})]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dialect", "text", "calls"), FORMS)
+def test_the_forms_in_which_models_write_calls_are_read(dialect, text, calls):
+    assert any(mark in text for mark in DIALECTS[dialect].marks)
+    found, rest = read_calls(dialect, text, SCHEMAS)
+    assert [(name, json.loads(given)) for name, given in found] == calls and rest == ""
+
+
+@pytest.mark.parametrize(("dialect", "text", "calls"), FORMS)
+def test_a_call_that_is_cut_or_unknown_stays_whole_as_text(dialect, text, calls):
+    for end in range(1, len(text)):
+        found, rest = read_calls(dialect, text[:end], SCHEMAS)
+        assert [(name, json.loads(given)) for name, given in found] == calls[: len(found)]
+        assert found or rest == text[:end]
+    assert read_calls(dialect, text, {"other": {}}) == ([], text)
+
+
+def test_text_after_calls_is_kept():
+    text = '<tool_call>{"name": "g", "arguments": {}}</tool_call>\nDone.'
+    assert read_calls("hermes", text, SCHEMAS) == ([("g", "{}")], "Done.")
+
+
+ROOT = {"$defs": {"a/b": {"enum": ["x", None]}, "loop": {"$ref": "#/$defs/loop"}, "n": {"allOf": [{"type": "number"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"$ref": "#/$defs/a~1b"}, "1", "1"),
+        ({"$ref": "#/$defs/a~1b"}, "null", None),
+        ({"$ref": "#/$defs/loop"}, "1", 1),
+        ({"$ref": "#/$defs/n"}, "1", 1),
+        ({"$ref": "#/$defs/n"}, "true", "true"),
+        ({"$ref": "#/missing/n"}, "[1]", [1]),
+        ({"const": "1"}, "1", "1"),
+        ({"type": "integer"}, "1.5", "1.5"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "string"}, '"a"', '"a"'),
+        ({"type": "string", "nullable": True}, "None", None),
+        ({"type": "object"}, "{}", {}),
+        ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
+        ({"anyOf": [{"type": "string"}, {}]}, "12", 12),
+        (True, "12", 12),
+    ],
+)
+def test_an_argument_has_a_type_that_its_schema_allows(schema, text, value):
+    found = typed(text, types_of(schema, ROOT))
+    assert found == value and type(found) is type(value)
+
+
+UNREAD = Family(
+    "{%- for m in messages -%}<|user|>{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}{%- endfor -%}",
+    ("<|user|>", "<|START_THINKING|>", "<|START_ACTION|>", "<eos>"),
+    "<eos>",
+)
+
+
+def test_a_reply_in_a_markup_that_nothing_reads_stays_whole(tmp_path):
+    text = '<|START_THINKING|>Look.<|START_ACTION|>[{"tool_name": "f"}]'
+    with scripted(UNREAD, tmp_path) as service:
+        assert service.dialogue.unread == ["reasoning", "tool calls"]
+        assert service.answers(text, tools=TOOLS) == [("", text, [], "stop")] * 2
