@@ -23,6 +23,9 @@ class Options(Sampling):
     """The least number of tokens before an end token or a stop string ends the text (vLLM's name)."""
     stop: str | Sequence[str] = ()
     """The text ends before the first of these strings to appear."""
+    reasoning: Sequence[str] = ()
+    """The texts before and after the model's reasoning, in which stop strings do not count. The first is empty if the
+    prompt has opened the reasoning."""
     stop_token_ids: Sequence[int] = ()
     """End tokens besides the artifact's own."""
     skip_special_tokens: bool = True
@@ -69,6 +72,11 @@ class Options(Sampling):
         if not all(isinstance(string, str) and string for string in self.stop):
             raise ValueError(f"stop is {shown(self.stop)}, but stop strings must be text of a character or more")
         StopStrings(self.stop)
+        marks = self.reasoning
+        if marks and not (
+            isinstance(marks, tuple | list) and [type(each) for each in marks] == [str, str] and marks[1]
+        ):
+            raise ValueError(f"reasoning is {shown(marks)}, but must be the two texts around it")
         if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids is {shown(self.stop_token_ids)}, but must be whole numbers, 0 or more")
         for name in ("ignore_eos", "skip_special_tokens", "ngram"):
@@ -126,6 +134,7 @@ class OptionFields(TypedDict, total=False):
     max_new_tokens: int
     min_tokens: int
     stop: str | Sequence[str]
+    reasoning: Sequence[str]
     stop_token_ids: Sequence[int]
     skip_special_tokens: bool
     ignore_eos: bool

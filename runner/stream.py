@@ -113,7 +113,9 @@ class Stream(Iterator[Piece]):
         decoder = None
         if model.has_text:
             ends = options.stop_ids(metadata)
-            decoder = TextStream(model.text, options.stop, options.skip_special_tokens, ends, options.min_tokens)
+            decoder = TextStream(
+                model.text, options.stop, options.skip_special_tokens, ends, options.min_tokens, options.reasoning
+            )
         if options.stop and decoder is None:
             raise ValueError("stop strings need a tokenizer, and the artifact has none: give stop_token_ids")
         self._answer = Answer(prompt, options, decoder, constraint or model.constraint(options))

@@ -14,6 +14,7 @@ from openai.types.completion_usage import CompletionTokensDetails, PromptTokensD
 from eagle3.runner.model import ABORT, Model, Result
 from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.runner.sampling.logprobs import TokenLogprobs
+from eagle3.runner.serve.calls import read_calls
 from eagle3.runner.serve.dialogue import Dialogue, Turn
 from eagle3.runner.serve.engine import Delta, Job
 from eagle3.runner.serve.markup import CONTENT, REASONING, TOOLS, Part
@@ -78,9 +79,9 @@ class Answer:
         text = self.text(TOOLS)
         if not text:
             return []
-        found = dialogue.parser().detect_and_parse(text, tools.schemas)
-        self.calls = [Call(new_id("call"), item.name, item.arguments) for item in found.calls]
-        return self._kept([Part(CONTENT, found.normal_text)] if found.normal_text else [])
+        found, rest = read_calls(dialogue.dialect, text, tools.schemas)
+        self.calls = [Call(new_id("call"), name, arguments) for name, arguments in found]
+        return self._kept([Part(CONTENT, rest)] if rest else [])
 
 
 def _forced_calls(choice: str, text: str, names: set[str]) -> list[Call]:

@@ -31,7 +31,9 @@ Examples:
 """
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 HEADINGS = {"host": "Network and queue", "given": "Requests", "chain_len": "Running the artifact"}
-PARSERS = ("auto", "gemma", "qwen", "hermes", "llama")
+PARSERS = (
+    "auto", "gemma", "glm", "gpt-oss", "hermes", "kimi", "kimi-k3", "lfm2", "llama", "mistral", "nemotron-2", "qwen",
+)  # fmt: skip
 
 
 def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 ExecuTorch's server renders the template."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -14,18 +12,21 @@ from executorch.examples.llm_server.python.protocol import ChatMessage
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.runner.model import Model
+from eagle3.runner.serve.calls import DIALECTS, dialect_of
 from eagle3.runner.serve.errors import Refused, line
-from eagle3.runner.serve.markup import (
-    TOOL_MARKS,
-    TOOL_PARSERS,
-    ReasoningMarks,
-    Splitter,
-    reasoning_marks,
-    tool_parser,
+from eagle3.runner.serve.markup import ReasoningMarks, Splitter, reasoning_marks
+from eagle3.runner.serve.template import (
+    OPENS_TURN,
+    Ending,
+    Template,
+    check_continued,
+    checked,
+    forms,
+    shows,
+    text_of,
+    thought_fields,
 )
-from eagle3.runner.serve.template import OPENS_TURN, Ending, Template, check_continued
-from eagle3.runner.text.chat import role_in
-from eagle3.runner.text.checks import check_unicode, shown
+from eagle3.runner.text.checks import shown
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 TAKEN_BY_NAME = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
@@ -105,27 +106,30 @@ class Dialogue:
     """Renders conversations for one model, by its chat template."""
 
     def __init__(self, model: Model, folder: Path, parser: str = AUTO):
-        """``parser``: a name in TOOL_PARSERS, or AUTO for the one that the chat template calls for."""
+        """``parser``: a name in DIALECTS, or AUTO for the one that the chat template calls for."""
         self._model, self._added = model, set(model.text.tokenizer.get_vocab(with_added_tokens=True))
-        self._reason = ""
+        self._reason, self.unread = "", list[str]()
         try:
             self._template: Any = Template(str(folder))  # None if no template works; ``turn`` then raises
         except Exception as error:  # the libraries raise many types for unknown files
             self._template, self._reason = None, " ".join(str(error).split())
             return
         source = self._template.chat_template_str()
-        source = source if isinstance(source, str) else json.dumps(source)
+        self._source = source = source if isinstance(source, str) else json.dumps(source)
         self._marks = reasoning_marks(source)
-        self._parser = tool_parser(source) if parser == AUTO else parser
-        shown_marks = {*TOOL_MARKS[self._parser], *(self._marks or ())}
-        self._specials = tuple(each for each in self._template.special_tokens() if each not in shown_marks)
-        tokens = (model.text.tokenizer.token_to_id(each) for each in self._template.turn_stop_sequences())
+        self.dialect = dialect_of(source) if parser == AUTO else parser
+        """The name of the markup of tool calls, None if nothing here reads it."""
+        if self._marks is None and thought_fields(source):
+            self.unread.append("reasoning")
+        if self.dialect is None and "tool_calls" in source:
+            self.unread.append("tool calls")
+        self._tool_marks = DIALECTS[self.dialect].marks if self.dialect else ()
+        shown_marks = "".join((*self._tool_marks, *(self._marks.shown if self._marks else ())))
+        specials = {*self._template.special_tokens(), *model.text.special}
+        self._specials = tuple(sorted(each for each in specials if each not in shown_marks))
+        ends = self._template.turn_stop_sequences()
+        tokens = [model.text.tokenizer.token_to_id(each) for each in ends if each not in shown_marks]
         self._end_ids = [token for token in tokens if token is not None and token not in model.metadata.eos_ids]
-
-    @property
-    def parser(self) -> type:
-        """The class that parses tool calls; each request makes an instance."""
-        return TOOL_PARSERS[self._parser]
 
     def turn(
         self,
@@ -153,21 +157,26 @@ class Dialogue:
         prompt = self._encode(rendered)
         marks = self._marks
         opened = marks is not None and rendered.rstrip().endswith(marks.begin.rstrip())
-        closed = marks is not None and rendered.rstrip().endswith(marks.end)
+        closed = marks is not None and rendered.rstrip().endswith((marks.end, marks.opener or marks.end))
         if marks is not None and ending.continues:
-            begun = messages[-1].content or ""
+            begun = text_of(messages[-1].content)
             opened = begun.rfind(marks.begin.strip()) > begun.rfind(marks.end.strip())
             closed = not opened
         options = dict(options)
         if self._end_ids:
             options["stop_token_ids"] = [*options.get("stop_token_ids", ()), *self._end_ids]
         asked = constraint(response_format, options.pop("structured_outputs", None), tools)
+        free = asked is None or marks is None or not marks.frame  # constrained text has no frame
+        if marks is not None and free and not closed and options.get("stop"):  # stop strings are of the answer
+            options["reasoning"] = ("" if opened or marks.frame else marks.begin, marks.opener or marks.end)
         if asked is not None:
             options["structured_outputs"] = asked | ({} if closed else self._free_reasoning(opened))
-        tool_marks = TOOL_MARKS[self._parser] if tools.choice == AUTO else ()
+        tool_marks = self._tool_marks if tools.choice == AUTO else ()
+        specials: tuple[str, ...] = ()
         if self._marks or tool_marks:
+            options["skip_special_tokens"], specials = False, self._specials
+        elif self.unread and (tools.choice == AUTO or "reasoning" in self.unread):  # text in unread markup stays whole
             options["skip_special_tokens"] = False
-        specials = self._specials if self._marks or tool_marks else ()
         form = "tools" if tools.forced else "response_format" if response_format else "structured_outputs"
         return Turn(prompt, options, tools, self._marks, opened, tool_marks, specials, form)
 
@@ -189,21 +198,20 @@ class Dialogue:
             raise Refused("messages must be a list of one or more", "messages")
         if ending.continues:
             check_continued(messages[-1])
-        for number, message in enumerate(messages):
-            if isinstance(message.content, list):
-                message.content = _joined(message.content, f"messages.{number}.content")
-            _check_text(message.content or "", f"messages.{number}.content")
-        self._check_length("\n".join(message.content or "" for message in messages))
-        template = self._template.chat_template_str()
-        messages = [each.model_copy(update={"role": role_in(template, each.role)}) for each in messages]
-        try:
-            return self._template.render_to(ending, list(messages), tools, kwargs)
-        except Exception as error:  # a template is a program and may raise anything
-            for other in _other_forms(messages):
-                with suppress(Exception):
-                    return self._template.render_to(ending, other, tools, kwargs)
-            reason = line(error) or type(error).__name__
-            raise Refused(f"the chat template does not take these messages: {reason}", "messages") from None
+        told = checked(messages, self._source)
+        self._check_length("\n".join(text_of(message.content) for message in told))
+        failed: Exception | None = None
+        for form in forms(told):
+            try:
+                rendered = self._template.render_to(ending, form, tools, kwargs)
+            except Exception as error:  # a template is a program and may raise anything
+                failed = failed or error
+                continue
+            if shows(rendered, form):
+                return rendered
+        assert failed is not None
+        reason = line(failed) or type(failed).__name__
+        raise Refused(f"the chat template does not take these messages: {reason}", "messages") from None
 
     def _check_length(self, text: str) -> None:
         from eagle3.runner.serve.requests import check_length
@@ -212,34 +220,6 @@ class Dialogue:
 
     def _encode(self, rendered: str) -> list[int]:
         return self._model.text.tokenizer.encode(rendered, add_special_tokens=False).ids
-
-
-def _other_forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
-    """Yield other forms of the messages that some templates need: text instead of a null content, and arguments of tool
-    calls as JSON text, which ``render`` would decode."""
-    full = [each.model_copy(update={"content": each.content or ""}) for each in messages]
-    yield full
-    as_text = deepcopy(full)
-    for message in as_text:
-        for call in message.tool_calls or ():
-            if isinstance(call.function.arguments, str):
-                call.function.arguments = json.dumps(call.function.arguments)
-    yield as_text
-
-
-def _joined(parts: list[dict[str, Any]], place: str) -> str:
-    """Return text parts as one text. Raises ``Refused`` for parts of another kind."""
-    for part in parts:
-        if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise Refused(f"{place} has a part of type {shown(part.get('type'))}: this model takes only text", place)
-    return "\n".join(part["text"] for part in parts)
-
-
-def _check_text(text: str, place: str) -> None:
-    try:
-        check_unicode(text, place)
-    except ValueError as error:
-        raise Refused(str(error), place) from None
 
 
 def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:

@@ -1,54 +1,13 @@
-"""Parses the markup of a model's replies: reasoning, content and tool calls.
+"""Splits the text of a reply into reasoning, content and the markup of tool calls (``calls.py``), while it is
+generated.
 
-The markup of a model is read from its chat template. Tool calls are parsed by ExecuTorch's detectors.
+The marks of a model's reasoning are read from its chat template.
 """
 
-import json
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from executorch.examples.llm_server.python.tool_parsers import (
-    GemmaToolCallDetector,
-    HermesDetector,
-    QwenFunctionCallDetector,
-)
-from executorch.examples.llm_server.python.tool_parsers.types import ParseResult
-
 from eagle3.runner.text.stop_strings import StopStrings
-
-PYTHON_TAG = "<|python_tag|>"
-
-
-class LlamaDetector:
-    """Detects the tool calls of Llama 3: bare JSON objects, optionally after PYTHON_TAG, separated by semicolons.
-    ExecuTorch has no detector for this form; each object is read like a call of Hermes."""
-
-    def detect_and_parse(self, text: str, tools: dict[str, dict]) -> ParseResult:
-        """Return the calls, or all of ``text`` if it has no calls."""
-        found, rest, decoder = "", text.removeprefix(PYTHON_TAG).strip(), json.JSONDecoder()
-        with suppress(json.JSONDecodeError):
-            while rest:
-                _, end = decoder.raw_decode(rest)
-                found += f"<tool_call>{rest[:end]}</tool_call>"
-                rest = rest[end:].lstrip("; \n")
-        parsed = HermesDetector().detect_and_parse(found, tools)
-        return parsed if parsed.calls and not rest else ParseResult(normal_text=text)
-
-
-TOOL_PARSERS = {
-    "gemma": GemmaToolCallDetector,
-    "qwen": QwenFunctionCallDetector,
-    "hermes": HermesDetector,
-    "llama": LlamaDetector,
-}
-TOOL_MARKS = {
-    "gemma": ("<|tool_call>",),
-    "qwen": ("<tool_call>", "<function="),
-    "hermes": ("<tool_call>",),
-    "llama": (PYTHON_TAG, '{"name":', '{"type": "function",'),
-}
-"""The texts with which a tool call may begin."""
 
 REASONING, CONTENT, TOOLS = "reasoning", "content", "tools"
 FIELDS = {CONTENT: "content", REASONING: "reasoning_content"}
@@ -57,33 +16,61 @@ FIELDS = {CONTENT: "content", REASONING: "reasoning_content"}
 
 class ReasoningMarks(NamedTuple):
     """The marks around reasoning: ``begin`` and ``end`` are texts, ``begin_token`` and ``end_token`` the added tokens
-    in them."""
+    in them.
+
+    ``begin_token`` is empty if no single token opens the reasoning. ``frame``: marks around content, which no part
+    shows. With these, reasoning may also come after content. ``opener``: the mark after which content begins, if that
+    is not ``end``.
+    """
 
     begin: str
     end: str
     begin_token: str
     end_token: str
+    frame: tuple[str, ...] = ()
+    opener: str = ""
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The texts that a reply must show for it to be split."""
+        return self.begin, self.end, *self.frame
 
 
 THINK = ReasoningMarks("<think>", "</think>", "<think>", "</think>")
+BRACKETS = ReasoningMarks("[THINK]", "[/THINK]", "[THINK]", "[/THINK]")
+"""The marks of Magistral."""
 CHANNEL = ReasoningMarks("<|channel>thought\n", "<channel|>", "<|channel>", "<channel|>")
 """The marks of Gemma 4."""
+HARMONY = ReasoningMarks(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    "",
+    "<|end|>",
+    (
+        "<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>", "<|end|>",
+        "<|channel|>final <|constrain|>json<|message|>",
+    ),
+    "<|channel|>final<|message|>",
+)  # fmt: skip
+"""The marks of gpt-oss."""
+TAGS = ReasoningMarks(
+    "<|open|>think<|sep|>",
+    "<|close|>think<|sep|>",
+    "",
+    "",
+    ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    "<|open|>response<|sep|>",
+)
+"""The marks of Kimi K3."""
+MARKS = {
+    "<|channel>": CHANNEL, "<|channel|>": HARMONY, "<|open|>": TAGS, "[THINK]": BRACKETS, "</think>": THINK,
+}  # fmt: skip
+"""The marks of reasoning by a text in the chat template."""
 
 
 def reasoning_marks(template: str) -> ReasoningMarks | None:
-    """Return the marks that enclose reasoning in a chat template; None if it has no reasoning."""
-    if "<|channel>" in template:
-        return CHANNEL
-    return THINK if "</think>" in template else None
-
-
-def tool_parser(template: str) -> str:
-    """Return the name in TOOL_PARSERS of the parser for a template's tool calls."""
-    if "<|tool_call>" in template:
-        return "gemma"
-    if "<function=" in template:
-        return "qwen"
-    return "llama" if PYTHON_TAG in template else "hermes"
+    """Return the marks that enclose reasoning in a chat template; None if it has no reasoning, or unknown marks."""
+    return next((marks for text, marks in MARKS.items() if text in template), None)
 
 
 class Part(NamedTuple):
@@ -114,6 +101,13 @@ class Splitter:
         self._kind = REASONING if self.reasoning else CONTENT
         self._begun = self.reasoning  # reasoning can only come first
         self._trims = True
+        hidden = (*self.specials, *(self.marks.frame if self.marks else ()))
+        self._searched = {
+            state: StopStrings([*self._ahead(*state), *hidden])
+            for state in ((REASONING, True), (CONTENT, False), (CONTENT, True))
+            if self._ahead(*state) or hidden
+        }
+        self._first = {each[0] for each in (*hidden, *self._ahead(REASONING, True), *self._ahead(CONTENT, False))}
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that became certain."""
@@ -132,9 +126,8 @@ class Splitter:
         parts may follow."""
         if self._kind == TOOLS:
             return False
-        marks = self._ahead()
-        strings = StopStrings([*marks, *self.specials]) if marks or self.specials else None
-        if strings is None:
+        strings = self._searched.get((self._kind, self._begun))
+        if strings is None or self._first.isdisjoint(self._held):
             parts += self._part(len(self._held))
             return False
         found = strings.first(self._held)
@@ -142,9 +135,10 @@ class Splitter:
             parts += self._part(len(self._held) - strings.unfinished(self._held))
             return False
         start, mark = found
+        asked = self._ahead(self._kind, self._begun)
         parts += self._part(start)
-        marks = self._ahead()  # reasoning cannot begin after other text
-        if mark not in marks and mark not in self.specials:
+        marks = self._ahead(self._kind, self._begun)
+        if mark in asked and mark not in marks:  # reasoning cannot begin after other text
             return True
         if marks.get(mark) == TOOLS:
             self._kind = TOOLS
@@ -154,12 +148,13 @@ class Splitter:
             self._kind, self._begun, self._trims = marks[mark], True, True
         return True
 
-    def _ahead(self) -> dict[str, str]:
-        """Return the marks that may come now, and the kind of the text after each."""
-        if self._kind == REASONING and self.marks is not None:
-            return {self.marks.end: CONTENT}
+    def _ahead(self, kind: str, begun: bool) -> dict[str, str]:
+        """Return the marks that may come in a part of this kind, and the kind of the text after each. ``begun``: text
+        or reasoning came before."""
+        if kind == REASONING:
+            return {} if self.marks is None else {self.marks.end: CONTENT}
         ahead = dict.fromkeys(self.tool_marks, TOOLS)
-        if self.marks is not None and not self._begun:
+        if self.marks is not None and (not begun or self.marks.frame):
             ahead[self.marks.begin] = REASONING
         return ahead
 

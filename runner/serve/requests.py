@@ -6,12 +6,13 @@ typing error would give another text than requested. Fields that change no text 
 
 from typing import Any, TypeVar
 
-from executorch.examples.llm_server.python.protocol import ChatCompletionRequest, ChatMessage, StreamOptions
+from executorch.examples.llm_server.python.protocol import ChatCompletionRequest, StreamOptions
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eagle3.runner.model import Model
 from eagle3.runner.serve.errors import ContextLengthExceeded, Refused
 from eagle3.runner.serve.limits import MOST_CHOICES
+from eagle3.runner.serve.template import Message
 
 IGNORED = frozenset(
     (
@@ -90,7 +91,7 @@ class Asked(BaseModel):
 class ChatBody(Asked, ChatCompletionRequest):
     """``POST /v1/chat/completions``"""
 
-    messages: list[ChatMessage]
+    messages: list[Message]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     response_format: dict[str, Any] | None = None

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
 
-from executorch.examples.llm_server.python.protocol import ChatMessage
 from openai.types.responses import (
     Response,
     ResponseCompletedEvent,
@@ -43,16 +42,23 @@ from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.markup import CONTENT, REASONING
 from eagle3.runner.serve.requests import ResponseBody, length
 from eagle3.runner.serve.service import Service
+from eagle3.runner.serve.template import SYSTEM, THOUGHT, Message
 from eagle3.runner.text.checks import shown
 
+ENCRYPTED = "reasoning.encrypted_content"
+"""The entry of ``include`` that clients of stateless responses send. Reasoning items have their text here, so nothing
+is encrypted."""
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def asked(service: Service, body: ResponseBody) -> Turn:
     """Return the prompt and the options of a generation. Raises ``Refused``."""
     service.check_model(body.model)
-    if body.include or body.top_logprobs:
-        raise Refused("include and top_logprobs are not supported here: chat completions have logprobs", "include")
+    if body.top_logprobs:
+        raise Refused("top_logprobs is not supported here: chat completions have it", "top_logprobs")
+    for asked_for in body.include or ():
+        if asked_for != ENCRYPTED:
+            raise Refused(f"include is {shown(asked_for)}, but only {ENCRYPTED} is taken here", "include")
     if body.choices != 1:
         raise Refused("n is not supported here: a response is one answer", "n")
     kwargs = dict(body.chat_template_kwargs or {})
@@ -81,11 +87,15 @@ def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _messages(body: ResponseBody) -> list[ChatMessage]:
-    messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+def _messages(body: ResponseBody) -> list[Message]:
+    messages: list[dict[str, Any]] = []
     items: list[dict[str, Any]] = (
         [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     )
+    if body.instructions:  # a system message of the input continues them
+        more = bool(items) and items[0].get("type", "message") == "message" and items[0].get("role") in SYSTEM
+        messages.append({"role": SYSTEM[more], "content": body.instructions})
+    thought = ""
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
@@ -93,19 +103,25 @@ def _messages(body: ResponseBody) -> list[ChatMessage]:
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if messages and "tool_calls" in messages[-1]:
-                messages[-1]["tool_calls"].append(call)
+            if messages and messages[-1]["role"] == "assistant" and not thought:
+                messages[-1].setdefault("tool_calls", []).append(call)
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif kind == "function_call_output":
             told = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(told)
-        elif kind != "reasoning":  # the reasoning of earlier turns is not shown to the model
+        elif kind == "reasoning":  # of the next message of the assistant
+            thought += "".join(str(part.get("text", "")) for part in item.get("content") or [])
+        else:
             raise Refused(
-                f"input.{number}.type is {shown(kind)}, but must be message, function_call or function_call_output"
+                f"input.{number}.type is {shown(kind)}, but must be message, function_call, function_call_output or "
+                "reasoning"
             )
+        if thought and kind != "reasoning":
+            messages[-1] |= {THOUGHT[0]: thought} if messages[-1]["role"] == "assistant" else {}
+            thought = ""
     try:
-        return [ChatMessage.model_validate(message) for message in messages]
+        return [Message.model_validate(message) for message in messages]
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         raise Refused(f"input: {'.'.join(map(str, first['loc']))}: {first['msg']}", "input") from None

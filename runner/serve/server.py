@@ -80,7 +80,13 @@ def opened(
             models, max_queue, metrics.add, {name: each for name, each in given.items() if each is not None}
         )
         metrics.watch(lambda: engine.running, lambda: engine.waiting)
-        yield Service(engine, Dialogue(models[0], folder, tool_parser), name, metrics, defaults)
+        dialogue = Dialogue(models[0], folder, tool_parser)
+        if dialogue.unread:
+            tell(
+                f"the {' and the '.join(dialogue.unread)} of this model's chat template are in a markup that this "
+                "server does not read: they are answered as text, with their marks"
+            )
+        yield Service(engine, dialogue, name, metrics, defaults)
 
 
 def check_defaults(given: dict[str, Any]) -> None:

@@ -39,6 +39,41 @@ class StopStrings:
         return max((_overlap(text, string) for string in self._strings), default=0)
 
 
+class Reasoning:
+    """Follows the reasoning at the beginning of a text, in which stop strings do not count.
+
+    ``begin`` and ``end`` are its marks; ``begin`` is empty if the prompt has opened it. Line feeds after ``end`` belong
+    to it.
+    """
+
+    def __init__(self, begin: str, end: str):
+        self._begin, self._end = begin, end
+        self._inside, self._ended = not begin, False
+        self.over = False
+        """True if the text after what ``passed`` returned is an answer."""
+
+    def passed(self, text: str) -> int:
+        """Return how many characters at the beginning of ``text`` belong to the reasoning. ``text`` is all certain text
+        after the characters that earlier calls returned."""
+        place = 0
+        if self.over:
+            return 0
+        if not self._inside and not self._ended:
+            begun = text.lstrip()
+            if not begun.startswith(self._begin):
+                self.over = not self._begin.startswith(begun)
+                return 0
+            place, self._inside = len(text) - len(begun) + len(self._begin), True
+        if self._inside:
+            found = text.find(self._end, place)
+            if found < 0:
+                return len(text) - _overlap(text[place:], self._end)
+            place, self._inside, self._ended = found + len(self._end), False, True
+        rest = text[place:].lstrip("\n")
+        self.over = bool(rest)
+        return len(text) - len(rest)
+
+
 def _overlap(text: str, string: str) -> int:
     """Return the length of the longest proper prefix of ``string`` that ``text`` ends with."""
     for size in range(min(len(text), len(string) - 1), 0, -1):

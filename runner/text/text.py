@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eagle3.runner.text.chat import ChatTemplate, Message
 from eagle3.runner.text.checks import check_unicode
-from eagle3.runner.text.stop_strings import REPLACEMENT, StopStrings
+from eagle3.runner.text.stop_strings import REPLACEMENT, Reasoning, StopStrings
 
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 FITTING = 16
@@ -32,7 +32,7 @@ class Text:
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = _splits_special_tokens(folder)
         added = self.tokenizer.get_added_tokens_decoder().values()
-        self._special = {token.content for token in added if token.special}
+        self.special = {token.content for token in added if token.special}
 
     def encode(self, prompt: str) -> list[int]:
         """Return token ids with the tokenizer's own special tokens (``<bos>``, if it has one). Raises ValueError if the
@@ -87,7 +87,7 @@ class Text:
     def written(self, token: int, skip_special: bool = True) -> str | None:
         """Return a token as the vocabulary writes it; None for a token that ``decode`` leaves out."""
         written = self.tokenizer.id_to_token(token)
-        return None if skip_special and written in self._special else written
+        return None if skip_special and written in self.special else written
 
     def token_bytes(self, token: int) -> bytes | None:
         """Return the bytes of a token that is part of a character, as byte fallback (``<0xE2>``) or a byte-level
@@ -126,7 +126,8 @@ class TextStream:
         kept: how many of all pushed ids belong to the text, including the one that completed the stop string
 
     With ``skip_special`` False, special tokens are shown, except ``end_ids``. The first ``least`` ids complete no stop
-    string, and no stop string begins in their certain text. Raises the errors of ``StopStrings``.
+    string, and no stop string begins in their certain text. ``reasoning``: the marks (begin, end) of reasoning at the
+    beginning, in which stop strings do not count (``Reasoning``). Raises the errors of ``StopStrings``.
     """
 
     def __init__(
@@ -136,11 +137,13 @@ class TextStream:
         skip_special: bool = True,
         end_ids: Collection[int] = (),
         least: int = 0,
+        reasoning: Sequence[str] = (),
     ):
         self.text, self._skip, self._end_ids, self._least = text, skip_special, end_ids, least
         self.stopped: str | None = None
         self.kept = 0
         self._stop = StopStrings(stop)
+        self._reasoning = Reasoning(*reasoning) if stop and reasoning else None
         self._ids: list[int] = []  # the id of context and all ids after it
         self._certain = 0  # the characters of their text that are certain
         self._held = ""  # certain text that may begin a stop string
@@ -165,21 +168,31 @@ class TextStream:
     def _add(self, token: int, is_byte: bool) -> str:
         self._ids.append(token)
         rest = self.text.decode(self._ids, self._skip)[self._certain :]
-        found = None if self.kept <= self._least else self._stop.first(self._held + rest)
+        certain = "" if is_byte else rest.rstrip(REPLACEMENT)
+        passed = 0 if self._reasoning is None else self._reasoning.passed(self._held + certain)
+        held = self._held + certain
+        out, self._held = held[:passed], held[passed:]
+        text = self._held + rest[len(certain) :]
+        found = self._stop.first(text) if self._searches else None
         if found:
             start, self.stopped = found
-            fresh, self._held, self._uncertain = (self._held + rest)[:start], "", ""
-            return fresh
-        certain = "" if is_byte else rest.rstrip(REPLACEMENT)
+            self._held, self._uncertain = "", ""
+            return out + text[:start]
         self._uncertain = rest[len(certain) :]
         if is_byte or self._uncertain:
             self._certain += len(certain)
         else:
             self._ids, self._certain = [token], len(self.text.decode([token], self._skip))
-        return self._release(self._held + certain)
+        return out + self._release()
 
-    def _release(self, text: str) -> str:
-        """Return ``text`` without an end that could still become a stop string, which is held back."""
-        ready = len(text) - (0 if self.kept <= self._least else self._stop.unfinished(text))
-        self._held = text[ready:]
-        return text[:ready]
+    @property
+    def _searches(self) -> bool:
+        return self.kept > self._least and (self._reasoning is None or self._reasoning.over)
+
+    def _release(self) -> str:
+        """Return the held text without an end that could still become a stop string or a mark of reasoning."""
+        if self._reasoning is not None and not self._reasoning.over:
+            return ""
+        ready = len(self._held) - (self._stop.unfinished(self._held) if self._searches else 0)
+        text, self._held = self._held[:ready], self._held[ready:]
+        return text

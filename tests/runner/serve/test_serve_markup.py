@@ -11,14 +11,15 @@ from served import dialogue_in, read, serviced
 
 from eagle3.runner.model import Model
 from eagle3.runner.serve.answer import usage
+from eagle3.runner.serve.calls import DIALECTS
 from eagle3.runner.serve.chat import asked
 from eagle3.runner.serve.dialogue import Dialogue
 from eagle3.runner.serve.engine import Job, Times
 from eagle3.runner.serve.errors import Refused
-from eagle3.runner.serve.markup import CHANNEL, CONTENT, REASONING, THINK, TOOL_MARKS, TOOLS, Splitter
+from eagle3.runner.serve.markup import CHANNEL, CONTENT, HARMONY, REASONING, THINK, TOOLS, Splitter
 from eagle3.runner.serve.requests import ChatBody, parse
 
-HERMES = TOOL_MARKS["hermes"]
+HERMES = DIALECTS["hermes"].marks
 CALL = '<tool_call>\n{"name": "seek", "arguments": {"offset": 3}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "seek", "parameters": {"type": "object"}}}
 CASES = [
@@ -36,6 +37,12 @@ CASES = [
     ),
     (Splitter(None, tool_marks=HERMES), "a <tool_cal", {CONTENT: "a <tool_cal"}),
     (Splitter(THINK, specials=("<|end|>",)), "a<|end|>b", {CONTENT: "ab"}),
+    (
+        Splitter(HARMONY, specials=("<|return|>",)),
+        "<|channel|>analysis<|message|>a < b<|end|><|start|>assistant<|channel|>commentary<|message|>One.<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>c<|end|><|start|>assistant<|channel|>final<|message|>Two.",
+        {REASONING: "a < bc", CONTENT: "One.Two."},
+    ),
     (Splitter(), "<think>x</think>", {CONTENT: "<think>x</think>"}),
 ]
 
@@ -79,8 +86,8 @@ def test_reasoning_marks_and_tool_parsers_are_read_from_the_template(with_templa
         assert (turn.marks, turn.reasoning, turn.tool_marks) == (THINK, opened, ())
         assert turn.options == {"skip_special_tokens": False}
     turn = with_template(CHAT + "<|tool_call>").turn(ASKED, {}, [TOOL])
-    assert turn.tool_marks == TOOL_MARKS["gemma"] and turn.marks is None
-    assert with_template(CHAT + "<function=").turn(ASKED, {}, [TOOL]).tool_marks == TOOL_MARKS["qwen"]
+    assert turn.tool_marks == DIALECTS["gemma"].marks and turn.marks is None
+    assert with_template(CHAT + "<function=").turn(ASKED, {}, [TOOL]).tool_marks == DIALECTS["qwen"].marks
     assert with_template(CHAT).turn(ASKED, {}, [TOOL], "none").tool_marks == ()
     assert with_template(CHAT).turn(ASKED, {}).options == {}
 
@@ -100,14 +107,14 @@ def test_a_prompt_equals_the_rendered_template(with_template):
 
 
 def test_tool_calls_in_the_models_own_markup_are_parsed(with_template):
-    dialogue = with_template(THINKS)
+    dialogue = with_template(THINKS + "{# <tool_call> #}")
     turn = dialogue.turn(ASKED, {}, [TOOL])
     answer = read(dialogue, turn, ["<thi", "nk>hm</think>Well.", CALL[:20], CALL[20:] + CALL])
     assert (answer.text(REASONING), answer.text(CONTENT)) == ("hm", "Well.")
     assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [("seek", {"offset": 3})] * 2
     assert len({call.id for call in answer.calls}) == 2
     broken = read(dialogue, turn, ["Well.", CALL[:30]])
-    assert (broken.calls, broken.text(CONTENT)) == ([], "Well.")
+    assert (broken.calls, broken.text(CONTENT)) == ([], "Well." + CALL[:30])  # nothing is lost
     unknown = CALL.replace("seek", "other")
     assert read(dialogue, turn, [unknown]).text(CONTENT) == unknown
 

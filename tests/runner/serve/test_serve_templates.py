@@ -10,7 +10,9 @@ from served import dialogue_in
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
-from eagle3.runner.serve.template import Ending
+from eagle3.runner.serve.requests import ChatBody, ResponseBody, parse
+from eagle3.runner.serve.responses import ENCRYPTED, _messages
+from eagle3.runner.serve.template import THOUGHT, Ending
 from eagle3.runner.text.text import Text
 from eagle3.targets import TARGETS
 
@@ -46,6 +48,80 @@ def test_a_history_is_converted_to_the_form_of_the_template(template, says, tmp_
 
 def test_the_shipped_template_accepts_a_turn_of_tool_calls_without_content(tmp_path):
     assert rendered((TINY / "chat_template.jinja").read_text(), [*HISTORY, HISTORY[0]], tmp_path)
+
+
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+TWO_PARTS = [{"type": "text", "text": "Open "}, {"type": "input_text", "text": "a file."}]
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (PARTS, "<system>Open a file.<user>Open a file."),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<system>Open \na file.<user>Open \na file."),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}{% endfor %}",
+         '<system>"Open \\na file."<user>"Open \\na file."'),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content[0].text }}{% endfor %}", None),
+        ("<system>{{ messages[0].content + '!' }}" + PARTS.replace("in messages", "in messages[1:]"),
+         "<system>Open \na file.!<user>Open a file."),
+    ],
+)  # fmt: skip
+def test_parts_reach_a_template_that_takes_them_and_are_joined_for_others(template, says, tmp_path):
+    history = [{"role": role, "content": TWO_PARTS} for role in ("system", "user")]
+    if says is not None:
+        assert rendered(template, history, tmp_path) == says
+        return
+    assert rendered(template, history, tmp_path) == "<system><user>"  # which has no text of a joined content
+
+
+def test_parts_are_rendered_as_transformers_renders_them(tmp_path):
+    found = rendered(PARTS, [{"role": "user", "content": TWO_PARTS[:1] * 2}], tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert found == tokenizer.apply_chat_template([{"role": "user", "content": TWO_PARTS[:1] * 2}], tokenize=False)
+
+
+THINKS = "{%% for m in messages %%}<{{ m.role }}>{%% if m.%s %%}({{ m.%s }}){%% endif %%}{{ m.content }}{%% endfor %%}"
+PART = (
+    "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}"
+    "{% if p.type == 'thinking' %}({{ p.thinking }}){% else %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("given", THOUGHT)
+@pytest.mark.parametrize("template", [*(THINKS % (name, name) for name in THOUGHT), PART])
+def test_the_thought_of_an_earlier_turn_reaches_the_template_under_its_own_name(given, template, tmp_path):
+    turn = {"role": "assistant", "content": "Four.", given: "2+2"}
+    dialogue = dialogue_in(template, Scripted(), tmp_path)
+    parsed = parse(ChatBody, {"messages": [turn]}, {}).messages
+    assert dialogue._render(parsed, None, None) == "<assistant>(2+2)Four."
+    assert dialogue.unread == ["reasoning"]
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def test_instructions_and_later_system_messages_fit_a_strict_template(tmp_path):
+    told = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rules."}]}
+    asked = {"role": "user", "content": "go"}
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Look."}]}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    dialogue = dialogue_in(STRICT + "{# .reasoning_content #}", Scripted(), tmp_path)
+
+    def prompt(items: list[dict]) -> tuple[str, list]:
+        body = parse(ResponseBody, {"instructions": "Be brief.", "input": items, "include": [ENCRYPTED]}, {})
+        return dialogue._render(messages := _messages(body), None, None), messages
+
+    assert prompt([asked])[0] == "<system>Be brief.<user>go"
+    assert prompt([told, asked])[0] == "<system>Be brief.\n\nRules.<user>go"
+    assert prompt([told, asked, told])[0] == "<system>Be brief.\n\nRules.\n\nRules.<user>go"
+    found = prompt([asked, thought, call, call])[1][-1]
+    assert (found.reasoning_content, found.content, len(found.tool_calls)) == ("Look.", None, 2)
 
 
 ROLES = "{% for m in messages %}{{ m.role }} {% endfor %}"
