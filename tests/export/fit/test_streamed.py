@@ -39,7 +39,7 @@ def states(target) -> list[torch.Tensor]:
 
 def test_a_target_that_is_streamed_computes_all_texts_in_one_pass_with_the_states_of_the_loaded_one():
     plan = plan_of("draft")
-    parts, whole = Measured(plan, stream=True), in_memory(plan, 400, torch.float32, WholeText)
+    parts, whole = Measured(plan, stream=True), in_memory(plan, 385, torch.float32, WholeText)
     (seen,) = parts.over.seen
     assert seen.kind == "code, prose, dialogue" and len(seen.tokens) == 384 and not parts.writes
     same = look(whole, plan.target_config.num_hidden_layers, Piece(seen.kind, seen.tokens.tolist()))
