@@ -66,13 +66,15 @@ def look(target: TapTarget, layers: int, piece: Piece, count: int = 0, stop: Col
     A forward has rows of one text, from its position 0 on, so that the target may keep whatever it likes of earlier
     positions: keys and values, recurrent states, the rows of convolutions.
     """
-    ids, greedy, parts = list(piece.ids), [], []
+    ids = list(piece.ids)
+    greedy: list[Tensor] = []
+    parts: list[tuple[Tensor, ...]] = []
     begin = len(ids) if count else min(4, len(ids) - 1)
     at, most = 0, len(ids) + count
     while at < len(ids):
-        final, states = target(torch.tensor([ids[at:]]), torch.arange(at, len(ids)), tuple(range(layers + 1)))
-        greedy += [target.scores(part).argmax(-1)[0] for part in final.split(64, dim=1)]
-        parts.append((final, *states))
+        state, taps = target(torch.tensor([ids[at:]]), torch.arange(at, len(ids)), tuple(range(layers + 1)))
+        greedy += [target.scores(part).argmax(-1)[0] for part in state.split(64, dim=1)]
+        parts.append((state, *taps))
         at = len(ids)
         if at < most and not (at > begin + 1 and ids[-1] in stop):
             ids.append(int(greedy[-1][-1]))
