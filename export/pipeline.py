@@ -79,7 +79,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             copy_tokenizer(plan.checkpoint, folder)
             for line in write_tokenizer(plan.checkpoint, folder):
                 progress.say(line)
-        checked = check(folder, plan, speculator, progress)
+        checked = check(folder, plan, speculator, progress, fit["verdict"] if fit else None)
         record = {
             "flags": plan.config.as_json(),
             "manifest": manifest,
@@ -92,9 +92,11 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         return write_record(folder, record, digests)
 
 
-def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Progress) -> dict[str, Any] | None:
-    """Check the finished artifact if its backend runs here. Returns the entry of ``export.json``; None if it was not
-    checked."""
+def check(
+    folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Progress, verdict: str | None
+) -> dict[str, Any] | None:
+    """Check the finished artifact if its backend runs here. ``verdict`` is that of the head's measurement, if there was
+    one. Returns the entry of ``export.json``; None if it was not checked."""
     if not plan.config.check:
         return None
     backend = load_backend(plan.config.backend)
@@ -103,7 +105,7 @@ def check(folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Prog
         progress.say(f"not checked: {reason}")
         return None
     with progress.stage("check"):
-        outcome = check_artifact(folder, plan, speculator if backend.eager_on_host else None)
+        outcome = check_artifact(folder, plan, speculator if backend.eager_on_host else None, verdict)
     for number, line in enumerate(outcome.warning):
         progress.say(f"Warning: {line}" if number == 0 else line)
     for line in outcome.gain:

@@ -206,8 +206,8 @@ class RecurrentState(nn.Module, ABC):
             kept = both[rows.length - ROLLBACK_ROWS :]
             self.conv.write(rows.input_pos[-1:] + torch.arange(1 - kept.shape[0], 1), kept.float())
             self.saved_conv.copy_(kept[: self.earlier])
-        else:  # the earlier rows are written again, so that the write depends on the read
-            self.conv.write(torch.cat((positions, rows.input_pos)), both.float())
+        else:  # the earlier rows are in the ring already, in other slots
+            self.conv.write(rows.input_pos, both[self.earlier :].float())
         return both.T.unsqueeze(0)
 
     def forward(self, given: Given, rows: RecurrentRows) -> Tensor:

@@ -24,6 +24,7 @@ from eagle3.export.draft.kinds.eagle.rope_reading import FILE
 from eagle3.export.draft.kinds.mtp import MTP
 from eagle3.export.fit.cost import why_not_measured
 from eagle3.export.fit.gain import Rounds, gain_lines, gain_record
+from eagle3.export.fit.verdict import NO_PAIR
 from eagle3.export.lowering.backend import load_backend
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
@@ -81,9 +82,12 @@ def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
     return max(tie, moved if plan.config.random_weights else min(moved, WIDEST_TIE))
 
 
-def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None) -> Outcome:
+def check_artifact(
+    folder: Path, plan: Plan, speculator: Eagle3Speculator | None, verdict: str | None = None
+) -> Outcome:
     """Run the artifact on prompts and compare its tokens with those of ``speculator``, the eager module that the export
     traced. With None, which means that this machine cannot compute the eager module, no tokens are compared.
+    ``verdict`` is that of the head's measurement, None if it was not measured.
 
     Raises ValueError if the artifact does not run, returns NaN or an infinity, or gives a wrong token.
     """
@@ -123,7 +127,7 @@ def check_artifact(folder: Path, plan: Plan, speculator: Eagle3Speculator | None
     rounds = Rounds(rates, tried["step_ms"], plan.proposals, tried["cpu_share"] if on_cpu else None)
     record |= gain_record(rounds)
     if rates[0] < HOPELESS:
-        return Outcome(record, tuple(likely_causes(plan, folder, rates[0])))
+        return Outcome(record, tuple(likely_causes(plan, folder, rates[0], verdict)))
     backend = BACKENDS[plan.config.backend]
     fast_rows = backend.fast_rows.get(plan.qlinear, backend.window_rows[0])
     return Outcome(record, (), tuple(gain_lines(rounds, fast_rows)))
@@ -212,15 +216,18 @@ def _logits(speculator: Eagle3Speculator, tokens: Tensor, most_rows: int) -> Ten
     return torch.cat(parts)
 
 
-def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
+def likely_causes(plan: Plan, folder: Path, rate: float, verdict: str | None = None) -> list[str]:
     """Return lines for a head of which hardly any proposal is accepted: the likely causes, most frequent first, each
-    with the flag to type."""
+    with the flag to type. If the measurement tried all readings and found no pair, no flag helps."""
+    said = (
+        f"hardly any proposal is accepted ({rate:.1%} of the first ones): the text is right, but speculation gains "
+        "nothing"
+    )
+    if verdict == NO_PAIR:
+        return [f"{said}: the head is untrained, or of another target"]
     draft, config = plan.draft, plan.config
     taps = ",".join(map(str, plan.taps))
-    lines = [
-        f"hardly any proposal is accepted ({rate:.1%} of the first ones): the text is right, but speculation gains "
-        "nothing. Likely causes, the most frequent first:"
-    ]
+    lines = [f"{said}. Likely causes, the most frequent first:"]
     other = "input" if "outputs" in plan.chosen_taps.origin else "output"
     if plan.taps and draft.kind != MTP:
         lines.append(f"  the taps ({taps}): if the head counts layer {other}s, type --aux-convention {other}")
@@ -243,6 +250,6 @@ def likely_causes(plan: Plan, folder: Path, rate: float) -> list[str]:
         )
     if not (folder / "tokenizer.json").is_file():
         lines.append("  the prompts: there is no tokenizer.json, so they were random ids")
-    if why_not_measured(plan, asked=True) is None:
+    if verdict is None and why_not_measured(plan, asked=True) is None:
         lines.append(f"to measure which of them it is: eagle3-fit {plan.checkpoint} {draft.folder}")
     return lines

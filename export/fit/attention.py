@@ -16,38 +16,34 @@ from eagle3.targets.softcap import softcapped
 
 class WholeText(EagerAttention):
     """The reference attention, but with a slot for every position in sliding layers too, so that one call can compute a
-    whole text. With ``pieces``, one call computes rows of several texts."""
+    whole text."""
 
-    def __init__(self, shape: KVCacheShape, pieces: Pieces | None = None):
+    def __init__(self, shape: KVCacheShape):
         super().__init__(replace(shape, window=0, chunked=False))
-        self.window, self.chunked, self.pieces = shape.window, shape.chunked, pieces or Pieces(shape.max_seq_len)
+        self.window, self.chunked = shape.window, shape.chunked
 
     def rows(self, input_pos: Tensor, block: Block | None = None) -> tuple[Tensor, Tensor]:
         if block is not None:
             return super().rows(input_pos, block)
-        bases = self.pieces.bases(input_pos)
-        slots = torch.arange(self.shape.slots, device=input_pos.device)
-        distance = (bases + input_pos)[:, None] - slots
-        visible = (distance >= 0) & (slots >= bases[:, None])
+        distance = input_pos[:, None] - torch.arange(self.shape.slots, device=input_pos.device)
+        visible = distance >= 0
         if self.window:
             reach = input_pos[:, None] % self.window + 1 if self.chunked else self.window
             visible = visible & (distance < reach)
-        return bases + input_pos, visible[None, None]
+        return input_pos, visible[None, None]
 
 
 class Chains(nn.Module):
-    """Computes the attention of chains that begin behind many rows of pieces of text, all at once.
+    """Computes the attention of chains that begin behind many rows of a text, all at once.
 
-    In step 0, each row attends to the rows of its piece up to itself. In later steps each row continues a chain. It
+    In step 0, each row attends to the rows of the text up to itself. In later steps each row continues a chain. It
     attends to the keys of step 0 up to the chain's anchor, and to its chain's own keys of steps 1, 2, ... So every row
     sees exactly what it would see if its chain were the only one.
     """
 
-    of_text: Tensor
-
     def __init__(self, shape: KVCacheShape, pieces: Pieces):
         super().__init__()
-        self.window, self.pieces = shape.window, pieces
+        self.window, self.pieces, self.rows_of_text = shape.window, pieces, 0
         self.steps: list[tuple[Tensor, Tensor]] = []
 
     def rows(self, input_pos: Tensor, _block: Block | None = None) -> tuple[int, Tensor, Tensor | None]:
@@ -55,10 +51,10 @@ class Chains(nn.Module):
         before go on."""
         step, anchors = self.pieces.step, self.pieces.anchors
         if step == 0 or anchors is None:
-            self.of_text = self.pieces.bases(input_pos)
+            self.rows_of_text = len(input_pos)
             anchors = torch.arange(len(input_pos))
-        distance = anchors[:, None] - torch.arange(len(self.of_text))
-        visible = (distance >= 0) & (self.of_text[anchors, None] == self.of_text)
+        distance = anchors[:, None] - torch.arange(self.rows_of_text)
+        visible = distance >= 0
         if self.window:
             visible = visible & (distance + step < self.window)
         return step, visible, self.pieces.kept

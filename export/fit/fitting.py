@@ -20,7 +20,6 @@ import torch
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.draft.common.field import Field, HeadReading, said_in
-from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.fit import texts
 from eagle3.export.fit.attention import WholeText
@@ -28,7 +27,7 @@ from eagle3.export.fit.cost import cost, not_measured, recipes_of
 from eagle3.export.fit.gain import Rounds
 from eagle3.export.fit.quantized import Quantized, share_of_quantization
 from eagle3.export.fit.search import Search, Tried
-from eagle3.export.fit.seen import Computed, look_at_all, texts_at_once, written
+from eagle3.export.fit.seen import Computed, Seen, look
 from eagle3.export.fit.streamed import Load, in_memory, streamed
 from eagle3.export.fit.trials import Trials
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, Expected, chance, expected
@@ -36,6 +35,7 @@ from eagle3.export.planning.plan import LARGE, Plan
 from eagle3.export.planning.taps import Taps
 from eagle3.runner.console.command import one_line
 from eagle3.runner.contract import DRAFT_STEP, TARGET_VERIFY, TWO_ROWS
+from eagle3.targets import TapTarget
 
 COMPARED = 3
 """The longest chains on which readings are compared. The files' reading and the best one are also run with the head's
@@ -97,40 +97,36 @@ class Measured:
         self.plan, self.seed = plan, seed
         self.streamed = cost(plan).streamed if stream is None else stream
         self.dtype = torch.float32
-        self.writes = sum(header.bytes for header in plan.target_headers.values()) < LARGE
+        small = sum(header.bytes for header in plan.target_headers.values()) < LARGE
+        self.writes = small and not self.streamed  # a token that is written takes a pass over the checkpoint
         length = texts.PROMPT if self.writes else texts.GIVEN
-        count = texts.STREAMED if self.streamed and not self.writes else texts.SEGMENTS
+        count = texts.STREAMED if self.streamed else texts.SEGMENTS
         more = count if self.writes and (text is None or text.suffix != ".jsonl") else 0
         given = texts.pieces(plan.checkpoint, plan.target_config.vocab_size, length, count + more, seed, text)
         self.more = [piece for piece in given[count:] if piece not in given[:count]] if more else []
         given = given[:count] if more else given
+        given = [texts.joined(given)] if self.streamed else given
         length = max(len(piece.ids) for piece in given) + (texts.WRITTEN if self.writes else 0) + 1
         most = plan.target_config.max_position_embeddings
         if length > most:
             raise ValueError(f"the target knows {most} positions, too few for a text of {length} tokens")
-        start, pieces = time.monotonic(), Pieces(length)
-        at_once = texts_at_once(plan.target_config, length)
-        slots = length * (len(given) if self.writes else min(at_once, len(given)))
+        start = time.monotonic()
         self.load: Load = streamed if self.streamed else in_memory
-        target = self.load(plan, slots, self.dtype, lambda shape: WholeText(replace(shape, max_seq_len=slots), pieces))
-        self.over = self._computed(given, Computed(target, (), pieces, at_once, self.writes))
+        target = self.load(plan, length, self.dtype, WholeText)
+        self.over = Computed(target, self._seen(target, given), self.writes)
         self.seconds = time.monotonic() - start
 
-    def _computed(self, given: Sequence[texts.Piece], over: Computed) -> Computed:
-        """Return the target with its states of pieces of text, which a small target continues."""
-        plan = self.plan
+    def _seen(self, target: TapTarget, given: Sequence[texts.Piece]) -> list[Seen]:
+        """Return the target's states of pieces of text, which a small target continues."""
+        layers, count = self.plan.target_config.num_hidden_layers, texts.WRITTEN if self.writes else 0
         with few_threads(self.writes):
-            whole = [piece.ids for piece in given]
-            if over.written:
-                whole = written(over.target, given, texts.WRITTEN, over.pieces, plan.eos_ids)
-            seen = look_at_all(over.target, plan.target_config, given, whole, over.pieces, over.at_once)
-        return replace(over, seen=seen)
+            return [look(target, layers, piece, count, self.plan.eos_ids) for piece in given]
 
     @cached_property
     def longer(self) -> Computed:
         """The target's states over the text and as many pieces again, for readings that the text does not decide
         between."""
-        return replace(self.over, seen=[*self.over.seen, *self._computed(self.more, self.over).seen])
+        return replace(self.over, seen=[*self.over.seen, *self._seen(self.over.target, self.more)])
 
     def fit(self, plan: Plan) -> Fit:
         """Measure the head of ``plan``, which must have the same target."""
@@ -231,8 +227,8 @@ def fit_lines(fit: Fit) -> list[str]:
         most = max(fit.tried, key=lambda each: float(each.trial.first.mean()))
         return [
             f"Warning: target and head are no pair, or the head was not trained: none of {len(fit.tried)} readings "
-            f"is accepted beyond chance (the best in {float(most.trial.first.mean()):.1%} of the first proposals, one "
-            f"fixed token in {fit.facts['chance']:.1%}; {text})"
+            f"is accepted as a trained head's is (the best in {float(most.trial.first.mean()):.1%} of the first "
+            f"proposals, one fixed token in {fit.facts['chance']:.1%}; {text})"
         ]
     rates = ", ".join(
         f"{rate:.2f} ({low:.2f} to {high:.2f})" for rate, (low, high) in zip(best.rates, best.intervals, strict=True)

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from eagle3.export.draft.common.field import HeadReading
-from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.fit.attention import WholeText
 from eagle3.export.fit.cost import recipes_of
-from eagle3.export.fit.seen import Computed, look_at_all
+from eagle3.export.fit.seen import Computed, look
 from eagle3.export.fit.streamed import Load, in_memory
 from eagle3.export.fit.texts import Piece
 from eagle3.export.fit.trials import Trials
@@ -22,7 +21,7 @@ from eagle3.export.fit.verdict import Expected, of_given_text
 from eagle3.export.lowering.backend import Backend, load_backend
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
-from eagle3.targets.attention import AttentionFactory, with_int8_caches
+from eagle3.targets.attention import with_int8_caches
 
 DTYPE = torch.float32
 
@@ -84,17 +83,10 @@ def quantized_target(plan: Plan, over: Computed, backend: Backend, load: Load = 
     quantize it."""
     if plan.qlinear == "none" and plan.config.qembedding in (None, "none") and not plan.config.int8_caches:
         return over
-    at_once = min(over.at_once, len(over.seen))
-    pieces, slots = Pieces(over.pieces.length), over.pieces.length * at_once
-    whole: AttentionFactory = lambda shape: WholeText(replace(shape, max_seq_len=slots), pieces)  # noqa: E731
-    target = load(
-        plan,
-        slots,
-        DTYPE,
-        with_int8_caches(whole) if plan.config.int8_caches else whole,
-        backend.measured_conversion(plan),
-    )
-    begun = [Piece(each.kind, each.tokens[: each.begin].tolist()) for each in over.seen]
-    tokens = [each.tokens.tolist() for each in over.seen]
-    seen = look_at_all(target, plan.target_config, begun, tokens, pieces, at_once)
-    return Computed(target, seen, pieces, at_once, over.written)
+    attention = with_int8_caches(WholeText) if plan.config.int8_caches else WholeText
+    slots = max(len(each.tokens) for each in over.seen) + 1
+    target = load(plan, slots, DTYPE, attention, backend.measured_conversion(plan))
+    layers = plan.target_config.num_hidden_layers
+    again = [look(target, layers, Piece(each.kind, each.tokens.tolist())) for each in over.seen]
+    seen = [replace(new, begin=each.begin) for new, each in zip(again, over.seen, strict=True)]
+    return Computed(target, seen, over.written)

@@ -11,7 +11,7 @@ from typing import Any
 
 from eagle3.export.draft.common.field import Field, HeadReading
 from eagle3.export.fit.trials import Trial, Trials
-from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, beyond_chance, clearly_better, likelier, may_be_better
+from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, clearly_better, likelier, may_be_better, works
 
 BEAM, PROMISING = 1, 2
 """``BEAM`` is the number of readings with one change to which a second one is added if none is better alone.
@@ -84,7 +84,7 @@ class Search:
         return (FITS, own) if best is own else (ANOTHER, self._without_needless(best, own))
 
     def _works(self, tried: Tried) -> bool:
-        return beyond_chance(tried.trial, self.chance, len(self.tried))
+        return works(tried.trial, self.chance, len(self.tried))
 
     def _changed(self, reading: HeadReading, file: HeadReading) -> Iterator[HeadReading]:
         """Return the readings with one field changed, to the values that are worth trying beside the reading's own

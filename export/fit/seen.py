@@ -6,15 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
-from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.fit.texts import Piece
 from eagle3.targets import TapTarget
-from eagle3.targets.spec import is_recurrent
 
-ROWS_AT_ONCE = 1024
-"""The most tokens that one forward of the target computes, of several pieces of text."""
 KINDS = ("full_attention", "sliding_attention")
 
 
@@ -44,14 +39,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Computed:
-    """A target with what it computed of a text."""
+    """A target with what it computed of some texts."""
 
     target: TapTarget
     seen: Sequence[Seen]
-    pieces: Pieces
-    """Read by the target's attention."""
-    at_once: int
-    """The number of pieces of text that fit into the target's caches."""
     written: bool
     """True if a target wrote the text, from the beginnings of pieces."""
 
@@ -68,90 +59,38 @@ class Computed:
 
 
 @torch.no_grad()
-def written(
-    target: TapTarget, texts: Sequence[Piece], count: int, pieces: Pieces, stop: Collection[int] = ()
-) -> list[list[int]]:
-    """Return the texts, each continued by up to ``count`` greedy tokens; a continuation ends with the first token in
-    ``stop``. The texts are continued together, a row each, so near-ties may fall otherwise than in ``look``, which
-    decides the greedy tokens."""
-    ids = [list(piece.ids) for piece in texts]
-    for index, each in enumerate(ids):
-        rows = torch.arange(len(each))
-        pieces.of_rows = torch.full_like(rows, index)
-        state, _ = target(torch.tensor([each]), rows, ())
-        each.append(int(target.scores(state[:, -1:]).argmax(-1)))
-    pieces.of_rows = torch.arange(len(ids))
-    for _ in range(count - 1):
-        newest = torch.tensor([[each[-1] for each in ids]])
-        state, _ = target(newest, torch.tensor([len(each) - 1 for each in ids]), ())
-        for each, token in zip(ids, target.scores(state).argmax(-1)[0].tolist(), strict=True):
-            each.append(token)
-    pieces.of_rows = None
-    for each, piece in zip(ids, texts, strict=True):
-        stops = (at for at in range(len(piece.ids) + 1, len(each)) if each[at] in stop)
-        del each[next(stops, len(each)) + 1 :]
-    return ids
+def look(target: TapTarget, layers: int, piece: Piece, count: int = 0, stop: Collection[int] = ()) -> Seen:
+    """Compute a piece of text, and up to ``count`` greedy tokens behind it, one by one as in use. They end with the
+    first token in ``stop``.
 
-
-def texts_at_once(config: PreTrainedConfig, length: int) -> int:
-    """Return how many texts of up to ``length`` tokens one forward computes side by side.
-
-    A recurrent layer has one state. Llama 4 scales queries by their place in the forward, from ``floor_scale`` on.
+    A forward has rows of one text, from its position 0 on, so that the target may keep whatever it likes of earlier
+    positions: keys and values, recurrent states, the rows of convolutions.
     """
-    rows = min(ROWS_AT_ONCE, getattr(config, "floor_scale", None) or ROWS_AT_ONCE)
-    return 1 if is_recurrent(config) else max(1, (rows - 1) // length)
+    ids = list(piece.ids)
+    greedy: list[Tensor] = []
+    parts: list[tuple[Tensor, ...]] = []
+    begin = len(ids) if count else min(4, len(ids) - 1)
+    at, most = 0, len(ids) + count
+    while at < len(ids):
+        state, taps = target(torch.tensor([ids[at:]]), torch.arange(at, len(ids)), tuple(range(layers + 1)))
+        greedy += [target.scores(part).argmax(-1)[0] for part in state.split(64, dim=1)]
+        parts.append((state, *taps))
+        at = len(ids)
+        if at < most and not (at > begin + 1 and ids[-1] in stop):
+            ids.append(int(greedy[-1][-1]))
+    final, *states = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+    kept = {kind: _kept(module, len(ids)) for kind in KINDS if (module := target.kept(kind)) is not None}
+    return Seen(piece.kind, torch.tensor(ids), torch.cat(greedy), tuple(states), final, begin, kept)
+
+
+def _kept(module: Any, count: int) -> tuple[Tensor, ...]:  # noqa: ANN401 - an attention of a factory
+    return tuple(part[:, :, :count].clone() for part in module.written(None, None, None))
 
 
 @torch.no_grad()
-def look(
-    target: TapTarget, layers: int, texts: Sequence[Piece], whole: Sequence[list[int]], pieces: Pieces
-) -> list[Seen]:
-    """Compute texts with their continuations, ``whole``, side by side in one forward."""
-    lengths = [len(ids) for ids in whole]
-    pieces.of_rows = torch.arange(len(whole)).repeat_interleave(torch.tensor(lengths))
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    final, states = target(torch.tensor([[each for ids in whole for each in ids]]), positions, tuple(range(layers + 1)))
-    pieces.of_rows = None
-    greedy = torch.cat([target.scores(part).argmax(-1) for part in final.split(64, dim=1)], dim=1)
-    each_state = zip(*(state.split(lengths, dim=1) for state in states), strict=True)
-    modules = {kind: module for kind in KINDS if (module := target.kept(kind)) is not None}
-    found = []
-    for index, (piece, ids, own) in enumerate(zip(texts, whole, each_state, strict=True)):
-        begin = len(piece.ids) if len(ids) > len(piece.ids) else min(4, len(ids) - 1)
-        slots = slice(index * pieces.length, index * pieces.length + len(ids))
-        kept = {kind: _kept(module, slots) for kind, module in modules.items()}
-        rows = slice(sum(lengths[:index]), sum(lengths[: index + 1]))
-        found.append(Seen(piece.kind, torch.tensor(ids), greedy[0, rows], own, final[:, rows], begin, kept))
-    return found
-
-
-def look_at_all(
-    target: TapTarget,
-    config: PreTrainedConfig,
-    texts: Sequence[Piece],
-    whole: Sequence[list[int]],
-    pieces: Pieces,
-    at_once: int,
-) -> list[Seen]:
-    """Compute texts with their continuations, as many of them at once as ``texts_at_once`` said."""
-    layers = config.num_hidden_layers
-    return [
-        each
-        for at in range(0, len(texts), at_once)
-        for each in look(target, layers, texts[at : at + at_once], whole[at : at + at_once], pieces)
-    ]
-
-
-def _kept(module: Any, slots: slice) -> tuple[Tensor, ...]:  # noqa: ANN401 - an attention of a factory
-    return tuple(part[:, :, slots].clone() for part in module.written(None, None, None))
-
-
-@torch.no_grad()
-def restore(target: TapTarget, group: Sequence[Seen], pieces: Pieces) -> None:
-    """Write the keys and values of pieces of text into the target's caches again, side by side."""
-    for index, seen in enumerate(group):
-        for kind, parts in seen.kept.items():
-            module: Any = target.kept(kind)
-            for cache, part in zip(module.written(None, None, None), parts, strict=True):
-                first = index * pieces.length
-                cache[:, :, first : first + part.shape[2]] = part
+def restore(target: TapTarget, seen: Seen) -> None:
+    """Write the keys and values of a text into the target's caches again."""
+    for kind, parts in seen.kept.items():
+        module: Any = target.kept(kind)
+        for cache, part in zip(module.written(None, None, None), parts, strict=True):
+            cache[:, :, : part.shape[2]] = part

@@ -1,7 +1,8 @@
 """The texts of a measurement: prose, code and a dialogue. They are part of the package; ``--text`` replaces them.
 
 A small target continues the beginnings of the texts greedily, as in use. A large target computes the texts themselves,
-in one forward each; what counts is its greedy token after each of their tokens.
+in one forward each, or all in one forward where each would take a pass over the checkpoint. What counts then is its
+greedy token after each of their tokens.
 """
 
 import json
@@ -151,6 +152,13 @@ def pieces(
             start = 0
         found.append(Piece(kind, ids[start : start + length]))
     return [piece for piece in found if len(piece.ids) > 1]
+
+
+def joined(pieces: list[Piece]) -> Piece:
+    """Return the pieces as one text."""
+    return Piece(
+        ", ".join(dict.fromkeys(piece.kind for piece in pieces)), [each for piece in pieces for each in piece.ids]
+    )
 
 
 def _prompts(text: Path) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.common.head import Head
+from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.fit import texts
@@ -19,8 +20,6 @@ from eagle3.export.fit.attention import Blocks, Chains
 from eagle3.export.fit.seen import Computed, Seen, restore
 from eagle3.targets.attention import AttentionFactory
 
-LOGITS_AT_ONCE = 2**26
-"""The most logits that one forward of a head computes, where a piece of text has fewer."""
 UNSPOKEN = -20.0
 """The log-likelihood of a token that the head's vocabulary lacks, in nats."""
 
@@ -85,15 +84,11 @@ class Trials:
 
     def __init__(self, reading: HeadReading, over: Computed, length: int, dtype: torch.dtype):
         """Hold the head's tensors. ``length`` is that of the chains."""
-        self.over, self.dtype = over, dtype
+        self.over, self.dtype, self.pieces = over, dtype, Pieces()
         draft, seen = reading.draft, over.seen
         self.source = HeldTensors(draft.source, list(draft.tensor_names), dtype)
-        wide = LOGITS_AT_ONCE // (draft.draft_vocab_size * max(len(each.tokens) for each in seen))
-        at_once = 1 if draft.block_rows else max(1, min(over.at_once, wide))
         middle = (len(seen) + 1) // 2
-        self.halves = [
-            [part[at : at + at_once] for at in range(0, len(part), at_once)] for part in (seen[:middle], seen[middle:])
-        ]
+        self.halves = seen[:middle], seen[middle:]
         self.every = 1 if over.written else math.ceil(over.chains * draft.block_rows / texts.BLOCK_ROWS) or 1
         chains = [sum(self._chains(each) for each in part) for part in (seen[:middle], seen[middle:])]
         self.half = chains[0] if chains[1] else (chains[0] + 1) // 2
@@ -130,7 +125,7 @@ class Trials:
         draft = replace(reading.draft, source=self.source)
         proposals = 1 if isinstance(draft, EagleDescription) else draft.proposals(self._length(reading))
         slots = max(len(each.tokens) for each in self.over.seen) + self.length + draft.block_rows + 1
-        attention: AttentionFactory = Blocks if draft.block_rows else lambda shape: Chains(shape, self.over.pieces)
+        attention: AttentionFactory = Blocks if draft.block_rows else lambda shape: Chains(shape, self.pieces)
         head = load_draft(draft, slots, self.dtype, attention, self.over.target, proposals)
         head.checks_positions = False
         return head
@@ -139,8 +134,8 @@ class Trials:
         return min(self.length, reading.draft.longest_chain or self.length)
 
     def run(self, reading: HeadReading, goes_on: Callable[[Trial], bool] = lambda _begun: True) -> Trial:
-        """Run a reading. In the first half of the text, ``goes_on`` is asked after the pieces that are computed at once
-        whether to run it further."""
+        """Run a reading. In the first half of the text, ``goes_on`` is asked after each piece whether to run it
+        further."""
         return self.of_head(self.head(reading), reading, goes_on=goes_on)
 
     @torch.no_grad()
@@ -155,33 +150,24 @@ class Trials:
         steps = min(steps or self.length, self._length(reading))
         found: list[tuple[Tensor, Tensor]] = []
         first, other = self.halves
-        for group in first:
-            found.append(self._of_group(head, reading, group, steps))
+        for seen in first:
+            found.append(self._of_text(head, reading, seen, steps))
             if not goes_on(trial := self._trial(found)):
                 return trial
-        return self._trial([*found, *(self._of_group(head, reading, group, steps) for group in other)])
+        return self._trial([*found, *(self._of_text(head, reading, seen, steps) for seen in other)])
 
     def _trial(self, found: list[tuple[Tensor, Tensor]]) -> Trial:
         hits = torch.cat([each for each, _ in found])
         return Trial(hits, self.known[: len(hits)], torch.cat([each for _, each in found]), self.half)
 
-    def _of_group(self, head: Head, reading: HeadReading, group: Sequence[Seen], steps: int) -> tuple[Tensor, Tensor]:
-        """Return the hits and likelihoods of chains behind some pieces of text, which are computed at once."""
-        restore(self.over.target, group, self.over.pieces)
-        lengths = [len(each.tokens) - 1 for each in group]
-        self.over.pieces.of_rows = torch.arange(len(group)).repeat_interleave(torch.tensor(lengths))
-        rows = torch.cat([torch.arange(length) for length in lengths])
-        taps = zip(*(each.feature_of(reading.taps) for each in group), strict=True)
-        states = tuple(
-            torch.cat([state[:, :length] for state, length in zip(tap, lengths, strict=True)], dim=1) for tap in taps
-        )
-        tokens = torch.cat([each.tokens[1:] for each in group])
-        begins = torch.cat([torch.full((length,), each.begin - 1) for each, length in zip(group, lengths, strict=True)])
-        wanted = torch.cat([self._wanted(each, steps) for each in group])
-        anchors = ((rows >= begins) & ((rows - begins) % self.every == 0)).nonzero()[:, 0]
+    def _of_text(self, head: Head, reading: HeadReading, seen: Seen, steps: int) -> tuple[Tensor, Tensor]:
+        """Return the hits and likelihoods of the chains behind a piece of text."""
+        restore(self.over.target, seen)
+        rows, wanted = torch.arange(len(seen.tokens) - 1), self._wanted(seen, steps)
+        states = tuple(state[:, : len(rows)] for state in seen.feature_of(reading.taps))
         feature = head.fuse(states).to(self.dtype)
-        hits, logits = head.chains(tokens[None], feature, rows, anchors, wanted, self.over.pieces)
-        self.over.pieces.of_rows = None
+        anchors = rows[seen.begin - 1 :: self.every]
+        hits, logits = head.chains(seen.tokens[None, 1:], feature, rows, anchors, wanted, self.pieces)
         missed = hits.new_zeros(len(hits), self.length - steps)
         return torch.cat((hits, missed), dim=1), _likelihood(logits, wanted[:, 0], head.ids_in_target())
 

@@ -2,7 +2,7 @@
 
 Of many readings, one looks better by chance. So a reading counts as better only if its chains are longer by more than
 the noise of all comparisons made, and on both halves of the text. Head and target count as no pair if no reading's
-first proposals are accepted more often than one fixed token would be.
+first proposals are accepted more often than one fixed token would be, and as often as those of a poor head.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,9 @@ FALSE_ALARM = 0.01
 """The probability that any of a head's readings looks better by chance."""
 LEAST_GAIN = 0.03
 """The smallest gain in a round's length, as a share, for which a head's files are contradicted."""
+LEAST_FIRST = 0.25
+"""The least share of first proposals that a trained head's reading has accepted. A poor head has 0.3; other readings of
+a head for another embedding had up to 0.18, which is beyond chance and gains nothing."""
 ON_EACH_HALF = 1.0
 """The gain on each half of the text, in standard errors, so that no single piece of text decides."""
 CERTAIN = 1.96
@@ -77,10 +80,12 @@ def chance(wanted: Tensor) -> float:
     return float(wanted.bincount().max()) / len(wanted)
 
 
-def beyond_chance(trial: Trial, rate: float, comparisons: int) -> bool:
-    """Return True if the first proposals are accepted more often than ``rate``, beyond the noise of
-    ``comparisons`` comparisons."""
+def works(trial: Trial, rate: float, comparisons: int) -> bool:
+    """Return True if the first proposals are accepted as often as a trained head's, and more often than ``rate``,
+    beyond the noise of ``comparisons`` comparisons."""
     mean, error = mean_and_error(trial.first)
+    if mean < LEAST_FIRST:
+        return False
     least = (rate * (1 - rate) / len(trial.first)) ** 0.5
     return mean - z_for(comparisons) * max(error, least) > rate
 

@@ -1,17 +1,21 @@
 """Puts wrong readings into gemma4-tiny's heads, one at a time and in pairs, and prints which the measurement finds.
 
-    python scripts/survey/check_fit.py [--seed N] [--head draft] [--random N [--begin M] | --played]
+    python scripts/survey/check_fit.py [--seed N] [--head draft] [--random N [--begin M] | --played [--recurrent]]
 
 A fault is the opposite of a reading: the head's files are changed to say something else, so that the reading that
 undoes the change is right. ``--random N`` measures heads of random weights, none of which may be repaired;
 ``--begin M`` leaves out the first M of them. ``--played`` compares the expected tokens of a round with those of the
-runner's own loop on the same prompts, in float32, 8da8w and 8da4w.
+runner's own loop on the same prompts, in float32, 8da8w and 8da4w; with ``--recurrent`` in float32, of heads that are
+trained for random targets of every kind of layer with a state (``--head NAME`` for one of them).
 """
 
 import argparse
 import itertools
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +36,7 @@ from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 HEADS = {path.name: path for path in TARGETS["gemma4-tiny"].drafts}
 PAIRS = 10
 
@@ -133,20 +138,48 @@ def print_played(heads: list[str], seed: int) -> None:
             fit = fit or measured.fit(plan)
             (low, high), length = fit.of(fit.file).interval, played(plan, measured)
             expected = f"{fit.of(fit.file).length:.2f} ({low:.2f} to {high:.2f})"
-            rows.append((head, recipe, expected, f"{length:.2f}", "within" if low <= length <= high else "OUTSIDE"))
+            rows.append((head, recipe, expected, f"{length:.2f}", _placed(low, length, high)))
             print(*rows[-1], sep=" | ", flush=True)
     columns = ("head", "recipe", "expected", "played", "")
     show_tables(f"gemma4-tiny, seed {seed}", [table("Acceptance length", columns, rows)])
 
 
+def print_recurrent(names: list[str], seed: int) -> None:
+    """Print the expected acceptance length of a trained head of each recurrent target, and that of the runner's
+    loop."""
+    from recurrent_pairs import CONFIGS, recurrent_plan, trained
+
+    rows = []
+    for name in names or CONFIGS:
+        with tempfile.TemporaryDirectory() as folder:
+            plan, _ = recurrent_plan(name, Path(folder))
+            measured = Measured(plan, seed=seed)
+            with few_threads(True):
+                plan = trained(plan, measured)
+            fit, length = measured.fit(plan), played(plan, measured)
+        own = fit.of(fit.file)
+        rows.append((name, fit.verdict, own.text(), f"{length:.2f}", _placed(own.interval[0], length, own.interval[1])))
+        print(*rows[-1], sep=" | ", flush=True)
+    columns = ("target", "verdict", "expected", "played", "")
+    show_tables(f"random targets with states, seed {seed}", [table("Acceptance length", columns, rows)])
+
+
+def _placed(low: float, length: float, high: float) -> str:
+    return "within" if low <= length <= high else "OUTSIDE"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--head", choices=list(HEADS), action="append")
+    parser.add_argument("--head", action="append")
     parser.add_argument("--random", type=int, default=0, metavar="N")
     parser.add_argument("--begin", type=int, default=0, metavar="M")
     parser.add_argument("--played", action="store_true")
+    parser.add_argument("--recurrent", action="store_true")
     given = parser.parse_args()
+    if given.played and given.recurrent:
+        print_recurrent(given.head or [], given.seed)
+        return
     if given.played:
         print_played(given.head or list(HEADS), given.seed)
         return

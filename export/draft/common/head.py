@@ -24,7 +24,7 @@ class Head(nn.Module):
     """False if the head keeps no keys and values. Then a call has one row, or ``accepted`` selects one of its rows, and
     all steps of a round use the slot of the first step."""
     checks_positions = True
-    """False in a measurement, whose forwards have rows of several pieces of text."""
+    """False in a measurement, whose forwards have rows of several chains."""
 
     def attach(
         self,
@@ -70,30 +70,28 @@ class Head(nn.Module):
         that is not wanted. The head's attention is made by ``eagle3.export.fit.attention``.
 
         Args:
-            tokens, feature: as ``forward`` takes them, for rows of pieces of text
-            input_pos: int64 [T], the slot of each row in its piece
+            tokens, feature: as ``forward`` takes them, for the rows of a text
+            input_pos: int64 [T], the slot of each row
             anchors: int64 [N], the rows after which chains begin, ascending
             wanted: int64 [N, K], the tokens of the target after each of them, -1 if no token is right
-            pieces: says which row belongs to which piece; the head's attention reads it
+            pieces: says which chain each row belongs to; the head's attention reads it
 
         Returns:
             bool [N, K], True where a proposal and all before it are as wanted, and the logits of the first proposals
             [N, draft_vocab_size]
         """
-        of_text, chains = pieces.of_rows, torch.arange(len(anchors))
+        chains = torch.arange(len(anchors))
         hits = torch.zeros(wanted.shape, dtype=torch.bool)
         pieces.step = 0
         if self.has_cache:
             scores, feature = self(tokens, feature, input_pos, accepted=anchors)
         else:
-            pieces.of_rows = None if of_text is None else of_text[anchors]
             scores, feature = self(tokens[:, anchors], feature[:, anchors], input_pos[anchors])
         logits = scores[0]
         for step in range(wanted.shape[1]):
             if step:
                 rows = anchors[chains]
                 pieces.step, pieces.anchors = step, rows
-                pieces.of_rows = None if of_text is None else of_text[rows]
                 scores, feature = self(tokens, feature, input_pos[rows] + step * self.has_cache)
             proposed = self.target_ids(scores)[0]
             kept = (proposed == wanted[chains, step]).nonzero()[:, 0]

@@ -254,6 +254,12 @@ def test_the_warning_for_a_head_names_its_rope_and_the_command_that_measures_it(
     (rope,) = [line for line in lines if "RoPE" in line]
     assert f"({base:.10g})" in rope and f"type --draft-rope-theta {named}" in rope
     assert lines[-1] == f"to measure which of them it is: eagle3-fit {plan.checkpoint} {plan.draft.folder}"
+    assert lines[:-1] == check.likely_causes(plan, plan.checkpoint, 0.01, verdict="fits")
+
+
+def test_a_head_that_was_measured_as_no_pair_gets_no_flags_to_try(plan):
+    (line,) = check.likely_causes(plan, plan.checkpoint, 0.01, verdict="no pair")
+    assert line.endswith("speculation gains nothing: the head is untrained, or of another target")
 
 
 def test_the_warning_does_not_suggest_a_measurement_that_is_impossible(plan):

@@ -1,6 +1,5 @@
 """A target that does not fit into memory is computed a layer at a time, with the same result."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,14 @@ from gguf_files import transformers_gguf
 from mtp_heads import own_config
 from mxfp4_checkpoints import mxfp4_checkpoint
 from packed_checkpoints import save_packed
-from random_checkpoints import SCOUT, random_model, save_random_draft
+from random_checkpoints import random_model, save_random_draft
 from transformers import AutoModelForCausalLM
 
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.fit import cost
 from eagle3.export.fit.attention import WholeText
 from eagle3.export.fit.fitting import Measured
-from eagle3.export.fit.seen import look, texts_at_once
+from eagle3.export.fit.seen import look
 from eagle3.export.fit.streamed import in_memory, is_absent, layers_of, streamed
 from eagle3.export.fit.texts import Piece
 from eagle3.export.planning.plan import Plan, make_plan
@@ -39,19 +37,18 @@ def states(target) -> list[torch.Tensor]:
         return [final, *taps, target.logits(final)]
 
 
-def test_a_target_that_is_streamed_says_the_same_of_a_text_bit_for_bit():
+def test_a_target_that_is_streamed_computes_all_texts_in_one_pass_with_the_states_of_the_loaded_one():
     plan = plan_of("draft")
-    whole, parts = (Measured(plan, stream=stream) for stream in (False, True))
-    for one, other in zip(whole.over.seen, parts.over.seen, strict=True):
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.greedy, other.greedy)
-        for state, same in zip((*one.states, one.final), (*other.states, other.final), strict=True):
-            assert torch.equal(state, same)
-        assert one.kept.keys() == other.kept.keys()
-        assert all(map(torch.equal, sum(one.kept.values(), ()), sum(other.kept.values(), ())))
+    parts, whole = Measured(plan, stream=True), in_memory(plan, 385, torch.float32, WholeText)
+    (seen,) = parts.over.seen
+    assert seen.kind == "code, prose, dialogue" and len(seen.tokens) == 384 and not parts.writes
+    same = look(whole, plan.target_config.num_hidden_layers, Piece(seen.kind, seen.tokens.tolist()))
+    assert torch.equal(same.greedy, seen.greedy) and same.kept.keys() == seen.kept.keys()
+    for state, other in zip((*same.states, same.final), (*seen.states, seen.final), strict=True):
+        assert torch.equal(state, other)
+    assert all(map(torch.equal, sum(same.kept.values(), ()), sum(seen.kept.values(), ())))
     fit = parts.fit(plan)
-    assert fit.verdict == "fits" and fit.facts["streamed"]
-    quantized = plan_of("draft", qlinear="8da4w")
-    assert parts.quantized(quantized) == whole.quantized(quantized)
+    assert fit.verdict == "fits" and fit.facts["streamed"] and parts.quantized(plan_of("draft", qlinear="8da4w"))
 
 
 @pytest.mark.parametrize(
@@ -70,31 +67,6 @@ def test_layers_with_a_recurrent_state_are_streamed_too(tmp_path: Path):
     plan = plan_for(tmp_path, randomize(model, 0) or model)
     whole = states(in_memory(plan, 64, torch.float32, WholeText))
     assert all(map(torch.equal, whole, states(streamed(plan, 64, torch.float32, WholeText))))
-
-
-@pytest.mark.parametrize("name", ["gemma4-31B", "gemma4-E2B", "llama4-scout", "mistral-7B"])
-def test_texts_side_by_side_have_the_states_of_each_by_itself(name, tmp_path: Path, monkeypatch):
-    monkeypatch.setitem(SCOUT, "floor_scale", 8192)
-    plan, pieces = plan_for(tmp_path, random_model(name), name), Pieces(40)
-    target = in_memory(plan, 120, torch.float32, lambda shape: WholeText(replace(shape, max_seq_len=120), pieces))
-    drawn = torch.Generator().manual_seed(0)
-    ids = [torch.randint(90, (length,), generator=drawn).tolist() for length in (40, 25, 33)]
-    texts = [Piece("random ids", each) for each in ids]
-    together = look(target, 6, texts, ids, pieces)
-    for text, own, seen in zip(texts, ids, together, strict=True):
-        (alone,) = look(target, 6, [text], [own], pieces)
-        for state, same in zip((*seen.states, seen.final), (*alone.states, alone.final), strict=True):
-            torch.testing.assert_close(state, same, atol=1e-4, rtol=1e-4)
-        for kind, parts in alone.kept.items():
-            torch.testing.assert_close(seen.kept[kind], parts, atol=1e-4, rtol=1e-4)
-
-
-def test_a_target_that_counts_the_rows_of_a_forward_gets_one_text_in_each():
-    config = random_model("llama4-scout").config
-    assert config.floor_scale == 12 and texts_at_once(config, 129) == 1
-    config.floor_scale = 8192
-    assert texts_at_once(config, 129) == 7
-    assert texts_at_once(own_config("qwen3_next"), 129) == 1 and texts_at_once(own_config("qwen3_next"), 2) == 1
 
 
 def test_only_the_layer_that_runs_has_its_tensors_in_memory(tmp_path: Path):

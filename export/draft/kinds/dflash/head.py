@@ -152,7 +152,7 @@ class Head(CachedHead):
         input_pos: Tensor,
         anchors: Tensor,
         wanted: Tensor,
-        pieces: Pieces,  # noqa: ARG002 - blocks are drafted after rows of one piece
+        pieces: Pieces,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
         """Draft a block after every anchor. See ``Head.chains``; the rows must be those of one piece of text, from its
         first on, and K at most the head's proposals."""
