@@ -35,10 +35,9 @@ from llama_server import CACHE_TYPES, LlamaCppConfiguration, Server, Setting
 
 from eagle3.runner import load
 from eagle3.runner.batch.batch import progress
-from eagle3.runner.bench.configurations import check_configurations, configurations_of, make_workload
 from eagle3.runner.bench.figures import divergence, speeds, spread
 from eagle3.runner.bench.machine import cores, machine, versions
-from eagle3.runner.bench.measure import Outcome, total
+from eagle3.runner.bench.measure import Outcome, check_configurations, configurations_of, make_workload, total
 from eagle3.runner.bench.report import identity_text, rate_text, rendered, spread_text
 from eagle3.runner.console.command import OneLineFailures, calm_stderr
 from eagle3.runner.hosts.executorch_host import load_runtime

@@ -19,8 +19,7 @@ from typing import Any
 from llama_build import DRAFT_TYPES
 from llama_server import LlamaCppConfiguration, ServerError, Setting
 
-from eagle3.runner.bench.configurations import Configuration, Workload
-from eagle3.runner.bench.measure import Outcome, measure, total
+from eagle3.runner.bench.measure import Configuration, Outcome, Workload, measure, total
 
 PEERS = {"none": ("f32",), "8da8w": ("q8_0",), "8da4w": ("q4_0", "q4_k_m")}
 """Maps a recipe of ours (``--qlinear``) to llama.cpp's types of weight of the same width."""

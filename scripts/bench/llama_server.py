@@ -15,7 +15,7 @@ from typing import Any
 
 from llama_build import Build, GgufFiles, last_line
 
-from eagle3.runner.bench.configurations import Workload
+from eagle3.runner.bench.measure import Workload
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
 from eagle3.runner.rounds.statistics import GenerationStats
@@ -116,7 +116,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class LlamaCppConfiguration:
-    """llama-server, measured like a ``Configuration`` of ``eagle3.runner.bench.configurations``. ``model``: the
+    """llama-server, measured like a ``Configuration`` of ``eagle3.runner.bench.measure``. ``model``: the
     artifact, whose tokenizer and context length are used."""
 
     setting: Setting

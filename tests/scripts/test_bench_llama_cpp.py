@@ -14,8 +14,7 @@ from llama_server import LlamaCppConfiguration, Setting
 from random_checkpoints import random_model
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from eagle3.runner.bench.configurations import Configuration
-from eagle3.runner.bench.measure import Completion, Outcome
+from eagle3.runner.bench.measure import Completion, Configuration, Outcome
 from eagle3.runner.model import Result
 from eagle3.runner.options import Options
 from eagle3.runner.rounds.statistics import GenerationStats

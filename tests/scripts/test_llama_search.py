@@ -18,7 +18,7 @@ from llama_server import LlamaCppConfiguration, Server, ServerError, Setting
 from places import HELPERS
 from scripted import scripted_metadata
 
-from eagle3.runner.bench.configurations import Workload
+from eagle3.runner.bench.measure import Workload
 from eagle3.runner.model import Model
 from eagle3.runner.text.prompts import Prompt
 from eagle3.targets import TARGETS
