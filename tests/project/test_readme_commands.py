@@ -33,7 +33,7 @@ from eagle3.runner.serve.cli import main as serve_main
 
 ROOMS = ("", "export/", "export/draft/", "export/fit/", "export/lowering/cuda/", "export/lowering/edge/")
 ROOMS += ("export/lowering/xnnpack/", "runner/", "runner/serve/", "scripts/", "targets/", "targets/gemma4_tiny/")
-READMES = (".github/CONTRIBUTING.md", *(f"{room}README.md" for room in ROOMS))
+READMES = (".github/CONTRIBUTING.md", *(f"{room}README.md" for room in ROOMS), "scripts/measured.md")
 
 HUB = "asks the hub for a published model; tests/export/hub/test_hub.py asks a stand-in"
 GPU = "takes a GPU, or minutes of compiling for one"
@@ -231,7 +231,7 @@ def test_every_readme_is_tested_and_every_entry_of_not_run_is_used():
         for top in ("export", "runner", "targets", "scripts")
         for path in (ROOT / top).rglob("README.md")
     }
-    assert every | {"README.md", ".github/CONTRIBUTING.md"} == set(READMES)
+    assert every | {"README.md", ".github/CONTRIBUTING.md", "scripts/measured.md"} == set(READMES)
     used = set()
     for readme in READMES:
         for language, block in blocks((ROOT / readme).read_text()):

@@ -1,9 +1,9 @@
-"""121 configurations of draft heads, as their trainers write them, are read as the trainer's code computes, or refused for
-a known reason.
+"""121 configurations of draft heads, as their trainers write them, are read as the trainer's code computes, or refused
+for a known reason.
 
-A line of ``tests/golden/survey/heads.jsonl`` has a head's name, its ``config.json``, the shapes of its tensors, and what
-is right: the RoPE base, the window (0 for none), whether the trainer feeds the normed state, and whether the file leaves
-the base open (``untold``), which a line has to say; or words of the refusal. The facts come from the public
+A line of ``tests/golden/survey/heads.jsonl`` has a name, ``config.json``, the shapes of the tensors, and what
+is right: the RoPE base, the window (0 for none), whether the trainer feeds the normed state, and whether the file
+leaves the base open (``untold``), which a line has to say; or words of the refusal. The facts come from the public
 configurations and code of AngelSlim, SafeAILab/EAGLE, SpecForge, NeMo Automodel, ModelOpt, vLLM, speculators and
 DeepSpec, and of heads on the hub, read 2026-11.
 """
