@@ -1,4 +1,4 @@
-"""``scripts/bench/bench_llama_cpp.py`` with a fake llama-server of given speeds (``fake_bench.py``): parsing, search,
+"""``scripts/bench/bench_llama_cpp.py`` with a fake llama-server of given speeds (``fake_llama_server.py``): parsing, search,
 figures; and the GGUF file of ``bench_llama_steps.py``."""
 
 import json
@@ -60,7 +60,7 @@ class FakeBuild:
         (folder / "bin").mkdir()
         (folder / "CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={folder}\n")
         (folder / "convert_hf_to_gguf.py").write_text(CONVERT)
-        server = (HELPERS / "fake_bench.py").read_text()
+        server = (HELPERS / "fake_llama_server.py").read_text()
         for name, text in (("llama-server", server), ("llama-quantize", QUANTIZE)):
             tool = folder / "bin" / name
             tool.write_text(f"#!{sys.executable} -IS\n{text}")
