@@ -1,5 +1,5 @@
-"""``scripts/bench/bench_llama_cpp.py`` with a fake llama-server of given speeds (``fake_llama_server.py``): parsing, search,
-figures; and the GGUF file of ``bench_llama_steps.py``."""
+"""``scripts/bench/bench_llama_cpp.py`` with a fake llama-server of given speeds (``fake_llama_server.py``): parsing,
+search, figures; and the GGUF file of ``bench_llama_steps.py``."""
 
 import json
 import stat
