@@ -1,4 +1,4 @@
-"""Computes the figures of the report from the measured results: ``--json`` prints them, tables and plots show them.
+"""Measures, and computes the figures of the report: ``--json`` prints them, tables show them.
 
 A speed is computed for each pass and reported as median, minimum and maximum over the passes. A ratio is computed
 within a pass. Counts are over all passes.
@@ -6,12 +6,25 @@ within a pass. Counts are over all passes.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eagle3.runner.bench.configurations import Configuration, Workload
+from eagle3.runner.batch.batch import progress
 from eagle3.runner.bench.machine import machine, versions
-from eagle3.runner.bench.measure import Completion, Outcome, total
+from eagle3.runner.bench.measure import (
+    Completion,
+    Configuration,
+    Outcome,
+    Workload,
+    check_configurations,
+    check_same_tokens,
+    configurations_of,
+    make_workload,
+    measure,
+    total,
+    with_contexts,
+)
 from eagle3.runner.cache.cached_tokens import common_prefix
 from eagle3.runner.contract import DECODE, TARGET_VERIFY
 from eagle3.runner.model import Model, Result
@@ -19,6 +32,7 @@ from eagle3.runner.options import Options
 from eagle3.runner.rounds.statistics import GenerationStats
 
 Spread = dict[str, float]
+DECODED = f"{TARGET_VERIFY} / {DECODE}"
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -40,6 +54,33 @@ def ratio(
     return spread(rate(one) / rate(other) for one, other in zip(ours, theirs, strict=True))
 
 
+def measured(
+    models: dict[str, Model],
+    prompts: Path,
+    options: dict[str, Any],
+    chat: bool,
+    lengths: Sequence[int | str] | None,
+    repeats: int,
+    ngram: bool = False,
+    contexts: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Check all inputs, then measure. Returns the report.
+
+    Raises ValueError for what a configuration cannot run, and for artifacts that are not comparable.
+    """
+    workload = make_workload(prompts, options, chat)
+    if contexts:
+        workload = with_contexts(workload, contexts, list(models.values()))
+    configurations = sum((configurations_of(name, model, lengths, ngram) for name, model in models.items()), [])
+    if len(models) > 1:
+        check_same_tokens(configurations[0], configurations[-1])
+    check_configurations(configurations, workload)
+    with progress() as bar:
+        task = bar.add_task("measuring", total=repeats * len(workload.prompts) * len(configurations))
+        outcomes, step_ms = measure(configurations, workload, repeats, lambda: bar.advance(task))
+    return make_report(outcomes, step_ms, workload) | {"contexts": list(contexts or [])}
+
+
 def make_report(outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]], workload: Workload) -> dict[str, Any]:
     """Return the report. ``outcomes``: those of one or two artifacts, for each artifact without speculation first.
     ``step_ms``: an entry per pass."""
@@ -47,6 +88,7 @@ def make_report(outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]]
     for outcome in outcomes:
         artifacts.setdefault(outcome.configuration.artifact, []).append(outcome)
     first, *others = artifacts.values()
+    has_decode = DECODE in step_ms[0]
     return {
         "prompts": len(workload.prompts),
         "repeats": len(step_ms),
@@ -57,7 +99,7 @@ def make_report(outcomes: Sequence[Outcome], step_ms: Sequence[dict[str, float]]
         "versions": versions(),
         "ways": sum((artifact_figures(each, first) for each in others), artifact_figures(first)),
         "step_ms": {name: spread(ms[name] for ms in step_ms) for name in step_ms[0]},
-        "step_ratios": step_ratio(step_ms),
+        "step_ratios": {DECODED: spread(ms[TARGET_VERIFY] / ms[DECODE] for ms in step_ms)} if has_decode else {},
     }
 
 
@@ -173,10 +215,3 @@ def replayed(model: Model, result: Result, _position: int) -> dict[str, Any]:
     differ."""
     found = model.replay(result).divergence
     return {"top2_margin": found.margin, "near_tie": found.near_tie} if found else {}
-
-
-def step_ratio(step_ms: Sequence[dict[str, float]]) -> dict[str, Spread]:
-    """Return the time of a verify window divided by the time of a single token, {} without ``decode``."""
-    if DECODE not in step_ms[0]:
-        return {}
-    return {f"{TARGET_VERIFY} / {DECODE}": spread(ms[TARGET_VERIFY] / ms[DECODE] for ms in step_ms)}

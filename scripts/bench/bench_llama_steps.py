@@ -19,9 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click
 import torch
 from bench_export import exported_for_cpu, run_on_cpu, save_for_cpu
+from bench_llama_cpp import PART, Build, epilog, make
 from cpu_models import CPU_MODELS
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from llama_build import PART, Build, epilog, make
 from transformers import PreTrainedConfig, Qwen3_5TextConfig
 
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder

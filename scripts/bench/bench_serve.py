@@ -1,10 +1,8 @@
 """Measures the cost of HTTP per round: runs the same prompts by eagle3-serve and by the library in turn.
 
     python scripts/bench/bench_serve.py out
-    python scripts/bench/bench_serve.py out --llama-cpp llama.cpp --folder gguf
 
-The second command also measures llama-server in the same run, for gemma4-tiny only; bench_llama_cpp.py --help says how
-to build llama.cpp. For published widths, with random weights and a tokenizer of made-up words, type:
+For published widths, with random weights and a tokenizer of made-up words, type:
 
     python scripts/bench/bench_export.py --backend xnnpack --target qwen3-4B --layers 4 --folder steps
     python scripts/bench/bench_serve.py steps/qwen3-4B-4/artifact --new-tokens 32
@@ -28,14 +26,12 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import click
-from llama_build import DRAFT_TYPES, WEIGHT_TYPES, Build, convert, epilog
-from llama_server import Server, Setting
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from eagle3.runner import load
 from eagle3.runner.bench.figures import spread
-from eagle3.runner.bench.machine import cores, machine, versions
+from eagle3.runner.bench.machine import machine, versions
 from eagle3.runner.bench.report import rate_text, rendered, spread_text
 from eagle3.runner.console.command import OneLineFailures
 from eagle3.runner.model import Model
@@ -121,15 +117,6 @@ def served(artifact: Path, new_tokens: int) -> Iterator[Endpoint]:
     finally:
         process.kill()
         process.communicate()
-
-
-@contextmanager
-def llama_served(server: Server, setting: Setting, new_tokens: int) -> Iterator[Endpoint]:
-    asks = {"n_predict": new_tokens, "temperature": 0, "cache_prompt": False, "ignore_eos": True, "stream": True}
-    with server.started(setting) as way:
-        yield Endpoint(
-            way.port, "/completion", lambda prompt: asks | {"prompt": prompt}, lambda last: last["tokens_predicted"]
-        )
 
 
 @contextmanager
@@ -223,35 +210,21 @@ def as_text(report: dict[str, Any]) -> str:
     )
 
 
-@click.command(cls=OneLineFailures, epilog=epilog(__doc__))
+@click.command(cls=OneLineFailures, epilog="\n\n".join(f"\b\n{part}" for part in __doc__.split("\n\n")[1:]))
 @click.argument("artifact", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--new-tokens", type=click.IntRange(2), default=128, show_default=True, help="Of each answer.")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Passes over all prompts.")
-@click.option("--llama-cpp", type=click.Path(path_type=Path), help="The folder of a build of llama.cpp.")
-@click.option(
-    "--type", "weights", type=click.Choice(WEIGHT_TYPES), default="f32", show_default=True, help="llama.cpp's."
-)
-@click.option("--draft-type", type=click.Choice(DRAFT_TYPES), default="q8_0", show_default=True, help="llama.cpp's.")
-@click.option("--llama-chain-len", type=click.IntRange(1), default=3, show_default=True, help="llama.cpp's.")
-@click.option("--threads", type=click.IntRange(1, cores()), default=cores(), show_default=True, help="llama.cpp's.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Keep llama.cpp's GGUF files here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
     artifact: Path,
     new_tokens: int,
     repeats: int,
-    llama_cpp: Path | None,
-    weights: str,
-    draft_type: str,
-    llama_chain_len: int,
-    threads: int,
-    folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure the library, eagle3-serve and, with --llama-cpp, llama-server: time to first token, tokens per second.
+    """Measure the library and eagle3-serve: time to first token, tokens per second.
 
     Decoding is greedy and ignores end tokens, so that all answers are equally long. The client's clock is used, so the
-    servers' figures include HTTP and its parsing. A prompt shares at most its beginning with the one before it.
+    server's figures include HTTP and its parsing. A prompt shares at most its beginning with the one before it.
     """
     with ExitStack() as stack:
         folder_of = stack.enter_context(with_tokenizer(artifact))
@@ -259,12 +232,6 @@ def main(
         prompts = prompts_of(model, made_up=folder_of != artifact)
         sides: dict[str, Answer] = {LIBRARY: of_library(model, new_tokens)}
         sides[SERVER] = stack.enter_context(served(folder_of, new_tokens))
-        if llama_cpp is not None:
-            build, logs = Build.found(llama_cpp), Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            files = convert(build, "gemma4-tiny", folder or logs, [weights])
-            server = Server(build, files, threads, "f32", model, logs)
-            for setting in (Setting(weights), Setting(weights, llama_chain_len, draft_type)):
-                sides[f"llama-server {setting}"] = stack.enter_context(llama_served(server, setting, new_tokens))
         heard = measure(sides, prompts, repeats)
         rounds = 0
         for prompt in prompts:

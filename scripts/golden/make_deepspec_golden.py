@@ -16,13 +16,12 @@ own:
 """
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from safetensors.torch import save_file
+from case import save_case
 from torch import Tensor
 from transformers import DynamicCache, Gemma4Config, PreTrainedModel, Qwen3Config
 from transformers import __version__ as transformers_version
@@ -170,16 +169,13 @@ def main() -> None:
         configuration(each).validate_eagle3_target_layer_ids = lambda ids, _layers: list(ids)
     modules = {("qwen3", "eagle3"): qwen3_eagle3, ("qwen3", "dspark"): qwen3_dspark}
     modules |= {("gemma4", "eagle3"): gemma4_eagle3, ("gemma4", "dspark"): gemma4_dspark}
-    made_with = {"made_with": f"DeepSpec afdfa7c, torch {torch.__version__}, transformers {transformers_version}"}
+    made_with = f"DeepSpec afdfa7c, torch {torch.__version__}, transformers {transformers_version}"
     for name, (family, kind, options, seed) in CASES.items():
         generator = torch.Generator().manual_seed(seed)
         model = build_model(modules[family, kind], family, kind, options, generator)
         tensors = (eagle3 if kind == "eagle3" else dspark)(model, generator)
-        folder = GOLDEN / name
-        shutil.rmtree(folder, ignore_errors=True)
-        model.save_pretrained(folder)
-        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "golden.safetensors", made_with)
-        print(name, tensors["chain_ids" if kind == "eagle3" else "proposals"].tolist())
+        shown = "chain_ids" if kind == "eagle3" else "proposals"
+        save_case(GOLDEN / name, model.save_pretrained, tensors, made_with, shown)
 
 
 if __name__ == "__main__":

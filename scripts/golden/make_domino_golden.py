@@ -16,13 +16,12 @@ in no release:
 """
 
 import argparse
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from case import save_case
 from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers import __version__ as transformers_version
@@ -167,13 +166,9 @@ def main() -> None:
     ):
         for name, (options, seed) in cases.items():
             model, tensors = make(options, torch.Generator().manual_seed(seed))
-            folder = arguments.out / name
-            shutil.rmtree(folder, ignore_errors=True)
-            model.save_pretrained(folder)
-            (folder / "config.py").unlink(missing_ok=True)  # speculators copies its own source there
-            tensors = {key: each.contiguous() for key, each in (tensors | {"anchors": torch.tensor(ANCHORS)}).items()}
-            save_file(tensors, folder / "golden.safetensors", {"made_with": f"{made_by}, {libraries}"})
-            print(name, tensors["proposals"].tolist())
+            tensors |= {"anchors": torch.tensor(ANCHORS)}
+            made_with = f"{made_by}, {libraries}"
+            save_case(arguments.out / name, model.save_pretrained, tensors, made_with, "proposals")
 
 
 if __name__ == "__main__":

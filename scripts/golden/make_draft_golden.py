@@ -33,14 +33,13 @@ processor; with ATEN_CPU_CAPABILITY=avx2, any x86 with AVX2 gives these fixtures
 """
 
 import argparse
-import shutil
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from case import save_case
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -171,12 +170,7 @@ def write_cases(cases: dict, build_model: Callable, golden: Callable, shown: str
         generator = torch.Generator().manual_seed(seed)
         model = build_model(layer_class, options, generator)
         tensors = golden(model, generator)
-        shutil.rmtree(out / name, ignore_errors=True)
-        model.save_pretrained(out / name)
-        (out / name / "config.py").unlink()  # speculators 0.9.0 copies its own source beside every checkpoint
-        tensors = {key: value.contiguous() for key, value in tensors.items()}
-        save_file(tensors, out / name / "golden.safetensors", {"made_with": made_with})
-        print(name, shown, tensors[shown].tolist())
+        save_case(out / name, model.save_pretrained, tensors, made_with, shown)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ import json
 from pathlib import Path
 
 import torch
+from case import save_linear
 from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
-from quantized_case import save
 from torch import Tensor
 
 ROWS, COLUMNS = 12, 96
@@ -41,8 +41,8 @@ def main() -> None:
     out = parser.parse_args().out
     torch.manual_seed(0)
     for name, args in COMPRESSED_TENSORS.items():
-        save(out / name, *by_compressed_tensors(QuantizationArgs(**args)))
-    save(out / "modelopt_nvfp4", *by_model_optimizer())
+        save_linear(out / name, *by_compressed_tensors(QuantizationArgs(**args)))
+    save_linear(out / "modelopt_nvfp4", *by_model_optimizer())
 
 
 def by_compressed_tensors(args: QuantizationArgs) -> Case:

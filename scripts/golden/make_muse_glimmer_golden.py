@@ -8,7 +8,8 @@ anchor on (``DFlashTokenCandidateGenerator``). This needs transformers 5.24, not
 
 import torch
 import transformers
-from make_zlab_golden import BLOCK, MASK_TOKEN, SIZES, VOCAB, golden, random_weights, save_case
+from case import save_case
+from make_zlab_golden import BLOCK, MASK_TOKEN, OUT, SIZES, VOCAB, golden, random_weights
 from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
@@ -44,7 +45,8 @@ def main() -> None:
         model = random_weights(MuseGlimmerAssistantModel(config).eval(), generator)
         tensors = golden(Called(model), generator)
         model.config.vocab_size = VOCAB  # published configurations lack this key
-        save_case(name, model, tensors, f"torch {torch.__version__}, transformers {transformers.__version__}")
+        made_with = f"torch {torch.__version__}, transformers {transformers.__version__}"
+        save_case(OUT / name, model.save_pretrained, tensors, made_with, "proposals")
 
 
 if __name__ == "__main__":

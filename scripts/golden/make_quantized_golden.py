@@ -24,13 +24,13 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from case import save_linear
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.utils import calculate_qparams
 from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 from gptqmodel.quantization import QuantizeConfig
 from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
-from quantized_case import save
 from torch import Tensor, nn
 
 ROWS, COLUMNS = 12, 256  # the rows do not fill a word of zero points
@@ -59,13 +59,13 @@ def main() -> None:
     out = parser.parse_args().out
     for number, (name, (args, dtype)) in enumerate(COMPRESSED_TENSORS.items()):
         torch.manual_seed(number)
-        save(out / "compressed_tensors" / name, *by_compressed_tensors(QuantizationArgs(**args), dtype))
+        save_linear(out / "compressed_tensors" / name, *by_compressed_tensors(QuantizationArgs(**args), dtype))
     for number, (name, case) in enumerate(GPTQ.items()):
         torch.manual_seed(number)
-        save(out / "gptq" / name, *by_gptqmodel(*case))
+        save_linear(out / "gptq" / name, *by_gptqmodel(*case))
     for number, (name, group) in enumerate(AWQ.items()):
         torch.manual_seed(number)
-        save(out / "awq" / name, *by_autoawq(group))
+        save_linear(out / "awq" / name, *by_autoawq(group))
 
 
 def by_compressed_tensors(args: QuantizationArgs, dtype: torch.dtype) -> tuple[dict, dict, torch.Tensor]:

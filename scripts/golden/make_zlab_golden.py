@@ -15,13 +15,12 @@ own:
 """
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
 import torch
+from case import save_case
 from make_deepspec_golden import distinct
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 from transformers import __version__ as transformers_version
@@ -85,15 +84,6 @@ def golden(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Tens
     )
 
 
-def save_case(name: str, model: PreTrainedModel, tensors: dict[str, Tensor], made_with: str) -> None:
-    """Replace the folder of a case, and print its proposals."""
-    shutil.rmtree(OUT / name, ignore_errors=True)
-    model.save_pretrained(OUT / name)
-    tensors = {key: value.contiguous() for key, value in tensors.items()}
-    save_file(tensors, OUT / name / "golden.safetensors", {"made_with": made_with})
-    print(name, tensors["proposals"].tolist())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the golden heads of JetSpec and SpecForge.")
     parser.add_argument("--jetspec", type=Path, required=True, help="a checkout of hao-ai-lab/JetSpec")
@@ -109,7 +99,8 @@ def main() -> None:
         generator = torch.Generator().manual_seed(seed)
         model = build_model(model_class, own, generator)
         tensors = golden(model, generator)
-        save_case(name, model, tensors, f"{version}, torch {torch.__version__}, transformers {transformers_version}")
+        made_with = f"{version}, torch {torch.__version__}, transformers {transformers_version}"
+        save_case(OUT / name, model.save_pretrained, tensors, made_with, "proposals")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,6 @@ COMMANDS = {
 SHORTER = {
     "eagle3-run": ("--max-new-tokens", "16"),
     "eagle3-bench": ("--repeats", "1", "--max-new-tokens", "4"),
-    "scripts/bench/bench_lookup.py": ("--passes", "1", "--new-tokens", "4"),
 }
 """Maps a command to the flags that shorten it to seconds."""
 PLACEHOLDERS = {"NAME": "peagle"}

@@ -1,26 +1,28 @@
-"""``scripts/bench/bench_llama_cpp.py`` without a llama.cpp: parsing of its output, and the figures."""
+"""``scripts/bench/bench_llama_cpp.py`` with a fake llama-server of given speeds (``fake_llama_server.py``): parsing,
+search, figures; and the GGUF file of ``bench_llama_steps.py``."""
 
 import json
+import stat
+import sys
+from itertools import product
+from pathlib import Path
 
 import bench_llama_cpp as bench
 import bench_llama_steps as steps
-import llama_build
-import llama_server
 import pytest
 import torch
-from commands import fail_command
-from llama_search import Tried
-from llama_server import LlamaCppConfiguration, Setting
+from bench_llama_cpp import Build, LlamaCppConfiguration, Server, Setting, Tried, comparable, convert, grid, search
+from commands import fail_command, run_command
+from places import HELPERS
 from random_checkpoints import random_model
+from scripted import scripted_metadata
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from eagle3.runner.bench.configurations import Configuration
-from eagle3.runner.bench.measure import Completion, Outcome
-from eagle3.runner.model import Result
+from eagle3.runner.bench.measure import Completion, Configuration, Outcome, Workload
+from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
 from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.runner.text.prompts import Prompt
-from eagle3.targets import TARGETS
 
 LOG = """\
 0.10.1 I slot print_timing: id  0 | task 1 | draft acceptance = 0.5 (    2 accepted /     4 generated), mean len =  1.50
@@ -33,16 +35,74 @@ LOG = """\
 """
 
 
+CONVERT = """
+import json, sys
+given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+assert given["--outtype"] == "f32"
+part = "target" if sys.argv[1] == given["--target-model-dir"] else "draft"
+open(given["--outfile"], "w").write(json.dumps({"part": part, "type": "f32"}))
+"""
+QUANTIZE = """
+import json, sys
+full, file, kind = sys.argv[1:]
+found = json.load(open(full))
+assert found["type"] == "f32"
+json.dump(found | {"type": kind}, open(file, "w"))
+"""
+SLOW = {"default": 500, "speeds": {}}
+
+
+class FakeBuild:
+    """A build folder like CMake's, with fast fake tools; ``plan`` sets the behaviour of its server."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        (folder / "bin").mkdir()
+        (folder / "CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={folder}\n")
+        (folder / "convert_hf_to_gguf.py").write_text(CONVERT)
+        server = (HELPERS / "fake_llama_server.py").read_text()
+        for name, text in (("llama-server", server), ("llama-quantize", QUANTIZE)):
+            tool = folder / "bin" / name
+            tool.write_text(f"#!{sys.executable} -IS\n{text}")
+            tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+
+    def plan(self, **given) -> None:
+        (self.folder / "bin" / "plan.json").write_text(json.dumps(SLOW | given))
+
+    @property
+    def served(self) -> list[dict]:
+        """Return the arguments of the servers that were started, in order."""
+        return list(map(json.loads, (self.folder / "bin" / "served.jsonl").read_text().splitlines()))
+
+
+@pytest.fixture
+def fake_build(tmp_path):
+    folder = tmp_path / "llama.cpp"
+    folder.mkdir()
+    return FakeBuild(folder)
+
+
+@pytest.fixture
+def server(fake_build, tmp_path):
+    build = Build.found(fake_build.folder)
+    files = convert(build, "gemma4-tiny", tmp_path / "files", ["q8_0", "q4_0"])
+    model = Model(scripted_metadata(max_seq_len=96), lambda: None)
+    return Server(build, files, threads=2, cache="f32", model=model, logs=tmp_path)
+
+
+WORKLOAD = Workload(Path("prompts"), [Prompt(1, tokens=[4, 5]), Prompt(2, tokens=[6])], {"max_new_tokens": 64}, False)
+
+
 def test_acceptance_is_read_from_the_last_statistics_of_the_log():
-    assert llama_server.acceptance(LOG) == [0.876, 0.767, 0.659]
+    assert bench.acceptance(LOG) == [0.876, 0.767, 0.659]
     with pytest.raises(ValueError, match="no statistics"):
-        llama_server.acceptance("server is listening")
+        bench.acceptance("server is listening")
 
 
 def test_a_reply_becomes_a_result_timed_from_its_first_token():
     timings = {"prompt_ms": 8.0, "predicted_ms": 2.0, "predicted_n": 5}
     reply = {"tokens": [4, 5, 6, 7, 8], "stop_type": "limit", "timings": timings}
-    found = llama_server.result([2, 3], reply, Options())
+    found = bench.result([2, 3], reply, Options())
     assert (found.token_ids, found.finish_reason) == ([4, 5, 6, 7, 8], "length")
     assert found.stats.decode_tokens_per_second == pytest.approx(4 / 0.002)
     assert found.stats.prefill_tokens_per_second == pytest.approx(2 / 0.008)
@@ -112,14 +172,84 @@ def test_ratios_are_computed_within_a_pass_and_llama_cpps_best_setting_is_named(
     assert text[-2].startswith("llama.cpp q4_k_m, draft q8_0, backend sampling, chain length 1: differs from out, ")
 
 
-def test_the_converted_target_differs_only_in_its_tokenizer(tmp_path):
-    checkpoint = TARGETS["gemma4-tiny"].checkpoint
-    before = (checkpoint / "tokenizer.json").read_bytes()
-    llama_build.with_accepted_tokenizer(checkpoint, tmp_path)
-    assert (checkpoint / "tokenizer.json").read_bytes() == before
-    made = json.loads((tmp_path / "tokenizer.json").read_text())
-    assert made["model"]["vocab"] == json.loads(before)["model"]["vocab"]
-    assert (tmp_path / "model.safetensors").samefile(checkpoint / "model.safetensors")
+def test_the_search_finds_the_planted_settings(server, fake_build, monkeypatch):
+    monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_N_MAX", "3")  # an option of the user's own servers
+    speeds = {"q8_0 6 q8_0 off": 900, "q8_0 7 f32 on": 800, "q8_0 1 q8_0 on": 700, "q8_0 2 f32 off": 600}
+    fake_build.plan(speeds=speeds | {"q8_0 0": 1000})
+    tried = search(grid("q8_0"), server.started, WORKLOAD, lambda: None)
+    assert len(tried) == 29
+    assert {round(each.tokens_per_second, 6) for each in tried} == {1000, 900, 800, 700, 600, 500}
+    found = comparable(tried)
+    assert found == {
+        "q8_0": [
+            Setting("q8_0"),
+            Setting("q8_0", 6, "q8_0", False),
+            Setting("q8_0", 7, "f32"),
+            Setting("q8_0", 1, "q8_0"),
+            Setting("q8_0", 2, "f32", False),
+        ]
+    }
+    served = fake_build.served
+    assert len({each["setting"] for each in served}) == 29
+    assert [each["setting"] for each in served[:29]] == [each["setting"] for each in served[29:]]
+    assert {(each["threads"], each["context"]) for each in served} == {("2", "96")}
+
+
+def test_settings_whose_servers_fail_are_left_out_with_the_reason(server, fake_build):
+    names = "q8_0 1 f32 on", "q8_0 1 f32 off", "q8_0 1 q8_0 on"
+    fake_build.plan(speeds=dict.fromkeys(names, 900), starts_not=names[:1], ends=names[1:2], refuses=names[2:])
+    tried = search(grid("q8_0")[:5], server.started, WORKLOAD, lambda: None)
+    assert [each.failure is None for each in tried] == [True, False, False, False, True]
+    plain, starts_not, ends, refuses, last = tried
+    assert starts_not.failure == "llama-server does not start: 0.00.1 E unable to allocate the context"
+    assert ends.failure.startswith("llama-server gave no answer to line 1 (")
+    assert ends.failure.endswith("GGML_ASSERT(n_tokens > 0) failed")
+    assert "refuses the prompt of line 1: " in refuses.failure
+    assert "failed to process batch" in refuses.failure
+    assert comparable(tried) == {"q8_0": [plain.setting, last.setting]}
+
+
+@pytest.fixture
+def few_prompts(monkeypatch, tmp_path):
+    """Run the benchmark with few prompts, and keep the pool of threads: methods that other tests loaded in this process
+    use the present pool, and would wait for ever after it is freed."""
+    monkeypatch.setattr(bench, "use_threads", lambda count: None)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "def main(argv=None):\\n    "}\n{"prompt": "import os\\n"}\n')
+    monkeypatch.setattr(bench, "PROMPTS", file)
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("few_prompts")
+def test_the_best_setting_is_that_of_the_repeated_measurement(artifact, fake_build, tmp_path):
+    finalists = {"f32 6 q8_0 off": 900, "f32 5 q8_0 off": 800, "f32 4 f32 on": 700, "f32 3 f32 on": 600}
+    fake_build.plan(speeds=finalists | {"f32 5 q8_0 off 128": 1000, "f32 1 f32 on 128": 9000, "f32 0": 250})
+    asked = artifact, fake_build.folder, "--repeats", 2, "--threads", 1
+    report = json.loads(run_command(bench.main, *asked, "--json", "--folder", tmp_path / "files").stdout)
+    names = [figures["way"] for figures in report["ways"]]
+    assert names[:3] == [str(artifact), str(artifact), "llama.cpp f32, no speculation"]
+    assert [figures["chain_len"] for figures in report["ways"][2:]] == [0, 6, 5, 4, 3]
+    found = report["ours_to_llama_cpp"]["f32"]
+    assert Setting(**found["best_setting"]) == Setting("f32", 5, "q8_0", False)
+    ours = report["ways"][1]["decode_tokens_per_second"]["median"]
+    assert found["with_speculation"]["median"] == pytest.approx(ours / 1000, rel=0.01)
+    assert report["ways"][4]["ratio_to_no_speculation"] == {"median": 4, "min": 4, "max": 4}
+    assert len(report["search"]) == 29
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [
+        "draft-f32.gguf",
+        "draft-q8_0.gguf",
+        "target-f32.gguf",
+    ]
+
+
+@pytest.mark.usefixtures("few_prompts")
+def test_a_search_in_which_every_setting_fails_gives_one_error_line(artifact, fake_build):
+    drafting = product(range(1, 8), ("f32", "q8_0"), ("on", "off"))
+    fake_build.plan(starts_not=["f32 0", *(" ".join(map(str, ("f32", *each))) for each in drafting)])
+    code, line = fail_command(bench.main, artifact, fake_build.folder)
+    assert code == 1
+    assert line.startswith("Error: 29 of llama.cpp's 29 settings fail")
+    assert line.endswith("f32, no speculation: llama-server does not start: 0.00.1 E unable to allocate the context")
 
 
 def test_a_folder_without_a_llama_cpp_build_is_refused(tmp_path):
@@ -140,8 +270,3 @@ def test_the_gguf_for_step_times_has_the_checkpoints_own_weights(tmp_path):
     for name, value in read["tensors"].items():
         assert torch.equal(value.bfloat16(), expected[name]), name
     assert len(read["tensors"]) == len({value.data_ptr() for value in expected.values()})
-
-
-def test_step_times_need_a_build_with_llama_bench(tmp_path):
-    code, line = fail_command(steps.main, tmp_path, "--folder", tmp_path / "work")
-    assert code and "CMakeCache.txt is missing: give the folder that CMake built llama.cpp in" in line

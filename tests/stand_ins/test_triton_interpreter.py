@@ -50,33 +50,6 @@ def test_the_interpreter_refuses_integer_overflow_and_computes_the_largest_value
     assert not torch.equal(wide, wide.to(dtype).long())
 
 
-SHAPES = [4], [2, 8], tl.tuple([16]), [1, 1], [tl.constexpr(4), 2]
-NO_SHAPES = [], [3], [2**21], (4,)
-
-
-def described() -> list:
-    """Return what Triton's types and tensors of ``SHAPES`` say of themselves, and why it refuses ``NO_SHAPES``."""
-    types = [tl.block_type(kind, shape) for kind in (tl.float32, tl.pointer_type(tl.int8)) for shape in SHAPES]
-    said = [(each.name, each.shape.values, str(each.shape.type), each.numel, str(each.scalar)) for each in types]
-    said += [types.index(each.with_element_ty(tl.float32)) for each in types]
-    for each in (tl.tensor(None, kind) for kind in (*types, tl.int32)):
-        said.append((str(each), str(each.shape.type), each.numel.value, str(each.type), str(each.dtype)))
-    for shape in NO_SHAPES:
-        with pytest.raises((AssertionError, TypeError, ValueError)) as refused:
-            tl.block_type(tl.int32, shape)
-        said.append(repr(refused.value))
-    return said
-
-
-def test_types_and_tensors_with_shared_shapes_equal_tritons_own():
-    own, init = described(), tl.tensor.__init__
-    with mended():
-        assert described() == own
-        assert described() == own  # of shapes that are known
-        assert tl.tensor.__init__ is not init
-    assert tl.tensor.__init__ is init and described() == own
-
-
 KINDS = tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float64
 NUMBERS = 0, 1, True, -1, 300, 2**40, 0.0, 1.0, 2.5, float("inf")
 
@@ -122,21 +95,6 @@ def test_operands_of_all_types_shapes_and_numbers_are_tritons_own():
         for _ in range(2):  # the second time, of numbers and shapes that are known
             assert operands(pairs) == own
     assert 100 < sum("Error" in text for text in own) < len(own) / 2
-
-
-def test_the_language_is_patched_once_and_restored():
-    before, added = (tl.load, tl.core.load, tl.tensor.__add__, tl.range), []
-    kernel = InterpretedFunction(_combined.fn)
-    with pytest.MonkeyPatch.context() as patch:
-        change = interpreter._patch_lang
-        patch.setattr(interpreter, "_patch_lang", lambda function: added.append(function) or change(function))
-        with interpreted():
-            for _ in range(3):
-                kernel[(1,)](torch.ones(4), torch.ones(4), out := torch.empty(4), "add")
-                assert out.tolist() == [2] * 4
-            assert tl.load is not before[0]
-    assert len(added) == 1
-    assert before == (tl.load, tl.core.load, tl.tensor.__add__, tl.range)
 
 
 def test_the_replaced_numpy_types_equal_the_interpreters_own_table():

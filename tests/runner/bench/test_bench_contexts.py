@@ -6,10 +6,8 @@ import json
 import pytest
 from commands import fail_command, run_command
 
-from eagle3.runner.bench import plot
 from eagle3.runner.bench.cli import main
-from eagle3.runner.bench.configurations import make_workload
-from eagle3.runner.bench.contexts import with_contexts
+from eagle3.runner.bench.measure import make_workload, with_contexts
 from eagle3.runner.bench.report import as_markdown, as_text
 from eagle3.runner.model import Model
 
@@ -72,19 +70,6 @@ def test_the_table_has_a_row_for_each_context_and_chain_length(report):
     assert f"{shown['time_to_first_token_ms']['median']:.1f}" in rows[start + 6]
     assert f"{shown['decode_ratio_to_no_speculation']['median']:.2f}" in rows[start + 6]
     assert "| context |" in as_markdown(report)
-
-
-def test_the_plot_has_a_line_for_each_chain_length(report, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(plot, "finish", lambda figure, report, file: figures.append(figure))
-    plot.draw_contexts(report, tmp_path / "plot.png")
-    acceptance, speed = figures[0].axes
-    lengths = [figures["stats"]["mean_acceptance_length"] for figures in report["ways"][2]["categories"].values()]
-    assert [list(line.get_ydata()) for line in acceptance.lines][1] == lengths
-    assert len(acceptance.lines) == 2 and len(speed.containers) == 3
-    assert [label.get_text() for label in speed.get_legend().get_texts()] == [
-        f"chain length {chain}" for chain in (0, 1, 3)
-    ]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from bench_sampling import Timed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import VOCABULARY, scripted_metadata
@@ -14,7 +13,6 @@ from scripted_logits import LogitsSession, random_logits
 from transformers_sampling import CPU_TENSORS, by_transformers
 
 from eagle3.runner.hosts.session import Step
-from eagle3.runner.rounds.choice import Greedy
 from eagle3.runner.rounds.loop import complete
 from eagle3.runner.sampling.arrays import Host
 from eagle3.runner.sampling.draws import Dense, Sparse
@@ -106,14 +104,6 @@ def test_sampling_any_logits_with_speculation_gives_the_text_without_it(data):
         choice = Sampler(sampling, metadata, prompt)
         texts.append(complete(session, prompt, max_new_tokens=25, chain=chain, choice=choice).token_ids)
     assert texts[0] == texts[1] == texts[2] == texts[3]
-
-
-def test_bench_sampling_times_the_real_choice():
-    sampler = Sampler(Sampling(temperature=1.0, seed=2), replace(scripted_metadata(), has_logits=True), PROMPT)
-    timed = Timed(sampler)
-    assert timed.greedy is False and Timed(Greedy()).greedy  # greedy rounds may be fused, without logits
-    timed.target(Step(None, None, random_logits(5, 1, VOCABULARY)), [1])
-    assert timed.seconds > 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """XNNPACK's delegates compute repeated values once, and leave out operations without effect."""
 
 import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.exir.lowered_backend_module import get_lowered_backend_modules
 from executorch.runtime import Runtime
 from torch import nn
 from transformers.models.llama import modeling_llama
@@ -77,3 +80,17 @@ def test_operations_with_an_effect_are_not_removed():
     kept = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert kept == ["aten.transpose.int"] * 2 + ["aten.mul.Tensor"] * 4
     assert all(map(torch.equal, program.module()(*given), Model()(*given)))
+
+
+class Clamped(nn.Module):
+    """A clamp at one end, as gpt-oss clamps its gates."""
+
+    def forward(self, x):
+        return x.clamp(max=7.0) * x
+
+
+def test_an_xnnpack_clamp_with_one_bound_is_read():
+    program = torch.export.export(Clamped(), (torch.ones(1, 8),))
+    edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+    (delegate,) = get_lowered_backend_modules(edge.exported_program().graph_module)
+    assert read_graphs([delegate.processed_bytes]).nodes == {"Clamp": 1, "Multiply": 1}

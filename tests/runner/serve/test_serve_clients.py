@@ -1,20 +1,17 @@
-"""Runs the installed client libraries against a running eagle3-serve, and prints a table of the results.
+"""Client libraries of OpenAI's API work with a server; those that are not installed are skipped.
 
-eagle3-serve out --default temperature=0 & python scripts/bench/serve_clients.py http://127.0.0.1:8000/v1 gemma4-tiny
-
-Clients: openai, litellm, pydantic-ai-slim[openai], openai-agents. They may be in an environment of their own, since
-this script imports nothing of the project. Tool calls are forced, so a model that calls no tools by itself is
-sufficient.
+Clients: openai, litellm, pydantic-ai-slim[openai], openai-agents. Tool calls are forced, since gemma4-tiny calls no
+tools by itself.
 """
 
 import asyncio
-import importlib.util
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Annotated, Any
 
+import pytest
 from pydantic import BaseModel, Field
 
 ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
@@ -156,7 +153,7 @@ CLIENTS = {
     "pydantic_ai": with_pydantic_ai,
     "agents": with_openai_agents,
 }
-COLUMNS = ("plain", "streaming", "tools", "structured", "responses")
+WAYS = ("plain", "streaming", "tools", "structured", "responses")
 
 
 def same(one: str, other: str) -> str:
@@ -169,27 +166,14 @@ def person(text: str) -> Person:
     return Person.model_validate(json.loads(text))
 
 
-def outcome(call: Callable[[], Any]) -> str:
-    try:
-        said = call()
-    except Exception as error:
-        print(f"  {type(error).__name__}: {error}", file=sys.stderr)
-        return "fails"
-    return "ok" if said else "empty"
+@pytest.fixture(scope="module")
+def calls(server):
+    """The calls of a client by its package, made once."""
+    return cache(lambda package: CLIENTS[package](server.url, "tiny"))
 
 
-def main(url: str, model: str) -> int:
-    print("| client | " + " | ".join(COLUMNS) + " |\n|" + " --- |" * (1 + len(COLUMNS)))
-    failed = 0
-    for name, made in CLIENTS.items():
-        if importlib.util.find_spec(name) is None:
-            continue
-        calls = made(url, model)
-        cells = [outcome(calls[column]) for column in COLUMNS]
-        failed += len(cells) - cells.count("ok")
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:3]))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("package", CLIENTS)
+def test_a_client_gets_an_answer_of_each_kind(package, way, calls):
+    pytest.importorskip(package)
+    assert calls(package)[way]()
