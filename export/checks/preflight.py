@@ -1,4 +1,4 @@
-"""Checks a plan before weights load: the backend's needs, the memory, and the twin check of target and head."""
+"""Checks a plan before weights load: the backend's needs, the memory, the target's twin and the head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from eagle3.runner.hardware.memory import free_memory
 def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Check the plan, and return the manifest's entry on the twin check. Raises ValueError or FileNotFoundError with
     one line."""
-    from eagle3.export.draft.twin import check_draft
+    from eagle3.export.draft.loading import check_head
     from eagle3.export.twin.target import check_target
 
     backend = load_backend(plan.config.backend)
@@ -28,9 +28,7 @@ def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     with progress.stage("twin check"), _one_thread():
         return {
             "target": check_target(plan.spec, plan.config.target_model, plan.checkpoint, plan.target_config),
-            "draft": check_draft(plan.draft, len(plan.taps), plan.config.norm_before_residual)
-            if plan.has_draft
-            else None,
+            "draft": check_head(plan.draft, len(plan.taps)) if plan.has_draft else None,
         }
 
 

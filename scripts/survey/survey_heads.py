@@ -16,10 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "oracle"))
+
 import click
 import head_configs
 import more_head_configs
 import torch
+from draft_oracle import check_draft
 from head_sizes import SIZES, HeadConfig, Sizes
 from survey_targets import save_zeros, silence
 
@@ -27,7 +31,6 @@ from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.export.draft.kinds.eagle.rope_reading import BASE_DOUBT
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 
 Shapes = dict[str, tuple[int, ...]]
 READ, REFUSED, WRONG = "read", "refused", "WRONG"

@@ -40,10 +40,3 @@ def full_attention_fields(config: Mapping[str, Any], file: Path) -> dict[str, An
     own = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": config.get(heads), "rope_parameters": rope}
     own |= {"hidden_act": config.get("hidden_activation", "gelu_pytorch_tanh")}
     return {key: config[key] for key in _KEPT if key in config} | own
-
-
-def with_sizes_of(cut: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys with which layers of full attention get the sizes and the RoPE of ``cut``, a configuration with
-    the usual keys."""
-    heads = {"global_head_dim": cut["head_dim"], "num_global_key_value_heads": cut["num_key_value_heads"]}
-    return heads | {"rope_parameters": {_FULL: cut["rope_parameters"]}}

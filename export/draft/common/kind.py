@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from eagle3.export.draft.common.description import DraftDescription
     from eagle3.export.draft.common.field import Field
     from eagle3.export.draft.common.head import Head
-    from eagle3.export.twin.comparison import Comparison
 
 
 class KindModule(Protocol):
@@ -37,10 +36,6 @@ class KindModule(Protocol):
         """Raise ValueError if the head's tensors cannot belong to a target with transformers' text configuration
         ``target_config``. ``trained_for`` is the end of the message: it names the target that the head was trained for,
         or is empty."""
-
-    def compare(self, draft: "DraftDescription", taps: int, overridden: bool | None = None) -> "Comparison":
-        """Compare a small copy of the head with an independent computation, over several chunks, steps and
-        rollbacks."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """The registry of the kinds of draft heads, a folder each. The ``__init__.py`` of a kind says how it is listed and
-recognized. It names ``parts.py``, which collects the reader, the module, the check of a pair and the twin check of the
+recognized. It names ``parts.py``, which collects the reader, the module and the check of a pair of the
 kind (``common/kind.py``)."""
 
 from eagle3.export.draft.common.kind import Kind

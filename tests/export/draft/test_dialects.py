@@ -24,6 +24,7 @@ from dialect_files import (
     without,
     write,
 )
+from draft_oracle import check_draft
 from places import TESTS
 from safetensors.torch import save_file
 from torch import nn
@@ -36,7 +37,6 @@ from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3
 from eagle3.export.draft.kinds.eagle.which import head_kind
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 from eagle3.export.planning.pairing import check_pair, check_trained_for
 from eagle3.export.planning.taps import choose_taps
 from eagle3.export.planning.tensors import check_draft as check_tensors

@@ -9,7 +9,8 @@ import torch
 from commands import fail_command, run_command
 from eager import eager_session
 from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
-from mtp_heads import CASES, GOLDEN, ON_THE_CPU, changed, drafter_of, plan_of, save_target, transformers_head
+from mtp_heads import CASES, GOLDEN, ON_THE_CPU, changed, plan_of, save_target, transformers_head
+from mtp_oracle import drafter_of
 from random_checkpoints import random_model, save_random_draft
 from safetensors.torch import load_file
 from scripted import ThreeMethods

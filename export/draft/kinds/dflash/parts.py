@@ -4,6 +4,5 @@ from eagle3.export.draft.common.pairing import check_pair
 from eagle3.export.draft.kinds.dflash.fields import FIELDS
 from eagle3.export.draft.kinds.dflash.head import Head
 from eagle3.export.draft.kinds.dflash.reading import read
-from eagle3.export.draft.kinds.dflash.twin import compare
 
-__all__ = ["FIELDS", "Head", "check_pair", "compare", "read"]
+__all__ = ["FIELDS", "Head", "check_pair", "read"]

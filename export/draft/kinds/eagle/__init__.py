@@ -1,5 +1,5 @@
 """EAGLE-3, P-EAGLE, and EAGLE 1 and 2 (HASS has the same files). ``reading.py`` reads them in any dialect, ``head.py``
-computes them, and the twin check compares them with ``formulas.py``."""
+computes them."""
 
 from eagle3.export.draft.common.kind import Kind
 from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE

@@ -4,6 +4,5 @@
 from eagle3.export.draft.common.pairing import check_pair
 from eagle3.export.draft.kinds.eagle.fields import FIELDS
 from eagle3.export.draft.kinds.eagle.head import DraftHead as Head
-from eagle3.export.draft.kinds.eagle.twin import compare
 
-__all__ = ["FIELDS", "Head", "check_pair", "compare"]
+__all__ = ["FIELDS", "Head", "check_pair"]

@@ -4,6 +4,5 @@ from eagle3.export.draft.kinds.gemma4_assistant.fields import FIELDS
 from eagle3.export.draft.kinds.gemma4_assistant.head import Head
 from eagle3.export.draft.kinds.gemma4_assistant.pairing import check_pair
 from eagle3.export.draft.kinds.gemma4_assistant.reading import read
-from eagle3.export.draft.kinds.gemma4_assistant.twin import compare
 
-__all__ = ["FIELDS", "Head", "check_pair", "compare", "read"]
+__all__ = ["FIELDS", "Head", "check_pair", "read"]

@@ -3,8 +3,7 @@
 from eagle3.export.draft.common.fields import STATE
 from eagle3.export.draft.kinds.mlp_speculator.head import Head
 from eagle3.export.draft.kinds.mlp_speculator.reading import check_pair, read
-from eagle3.export.draft.kinds.mlp_speculator.twin import compare
 
 FIELDS = (STATE,)
 
-__all__ = ["FIELDS", "Head", "check_pair", "compare", "read"]
+__all__ = ["FIELDS", "Head", "check_pair", "read"]

@@ -3,8 +3,7 @@
 from eagle3.export.draft.common.fields import STATE
 from eagle3.export.draft.kinds.mtp.head import Head
 from eagle3.export.draft.kinds.mtp.reading import check_pair, read
-from eagle3.export.draft.kinds.mtp.twin import compare
 
 FIELDS = (STATE,)
 
-__all__ = ["FIELDS", "Head", "check_pair", "compare", "read"]
+__all__ = ["FIELDS", "Head", "check_pair", "read"]

@@ -1,7 +1,7 @@
 """Reads an MTP head, as speculators saves it or from its target's own checkpoint."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.draft.common.rope import one_rope
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.kinds.mtp import MTP
-from eagle3.export.draft.kinds.mtp.own_layer import MODEL_TYPES, inverse, mtp_tensor, own_names, own_naming, renamed
+from eagle3.export.draft.kinds.mtp.own_layer import MODEL_TYPES, mtp_tensor, own_names, renamed
 from eagle3.export.draft.kinds.mtp.tensors import LayerTensors
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SPECULATORS, OWN = "speculators", "the target's own checkpoint"
 KEYS, COUNT = "transformer_layer_config", "num_nextn_predict_layers"
 _HYBRID = re.compile(r"qwen3_next|qwen3_5")
-_NAMES = {
+NAMES = {
     "mtp_layers.0.token_layernorm.": "enorm.",
     "mtp_layers.0.hidden_layernorm.": "hnorm.",
     "mtp_layers.0.input_proj.": "eh_proj.",
@@ -75,7 +75,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> MTPDescription
             "attention and vLLM does not: not supported"
         )
     _check_count(config, file)
-    names = {name: renamed(name, _NAMES) for name in headers if name != _UNREAD}
+    names = {name: renamed(name, NAMES) for name in headers if name != _UNREAD}
     return MTPDescription(
         kind=MTP,
         dialect=SPECULATORS,
@@ -139,14 +139,6 @@ def read_own_layer(source: Source, config: "PreTrainedConfig", folder: Path) -> 
             f"{', '.join(MODEL_TYPES)} are: type --draft with another head"
         )
     return read_own(source, names, config, folder)
-
-
-def checkpoint_naming(draft: MTPDescription, layers: int) -> Callable[[str], str]:
-    """Return a function that maps the head's names to those of a checkpoint of the same form as the checkpoint of
-    ``draft``, for a target of ``layers`` layers."""
-    if isinstance(draft.source, LayerTensors):
-        return own_naming(draft.source.names, layers)
-    return lambda name: renamed(name, inverse(_NAMES))
 
 
 def check_pair(

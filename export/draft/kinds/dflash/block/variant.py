@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from eagle3.export.checkpoints.json_fields import boolean, count
 from eagle3.export.draft.kinds.dflash.block.keys import ANCHOR, BONUS
-from eagle3.export.draft.kinds.dflash.block.reference import Formulas
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -38,18 +37,6 @@ class Given(NamedTuple):
     """The rows of a block."""
     first_row: int
     file: Path
-
-
-class Sizes(NamedTuple):
-    """The sizes of a small copy."""
-
-    hidden: int
-    vocabulary: int
-    spoken: int
-    """The size of the draft's vocabulary."""
-    layers: int
-    rows: int
-    """The rows of a block."""
 
 
 class Behind(nn.Module):
@@ -99,7 +86,6 @@ class Variant:
     """Maps patterns of tensor names in checkpoints to the module's names."""
     module: ClassVar[str] = ""
     """The attribute of the head that holds ``behind``."""
-    formulas: ClassVar[type[Formulas]] = Formulas
 
     @classmethod
     def check_keys(cls, own: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> None:
@@ -147,7 +133,3 @@ class Variant:
     def behind(self, draft: "DFlashDescription", proposals: int) -> Behind | None:  # noqa: ARG002
         """Return the module after the block, without weights; None if there is none."""
         return None
-
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
-        """Return the shapes of the variant's tensors in a small copy, by the module's names."""
-        return {}

@@ -1,5 +1,5 @@
 """The variants of the block family. Each has a file with the lower-case name of its kind: its keys with their defaults,
-the names of its tensors, the module after the block, and its formulas. ``KINDS`` here says how each is listed and
+the names of its tensors, and the module after the block. ``KINDS`` here says how each is listed and
 recognized."""
 
 import importlib

@@ -9,13 +9,11 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from eagle3.export.checkpoints.json_fields import count
 from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.block.layers import DraftLayer, Place
-from eagle3.export.draft.kinds.dflash.block.reference import Formulas, Reference
-from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Sizes, Variant
+from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Variant
 from eagle3.export.draft.kinds.dflash.variants import DFLASH2
 
 DEFAULTS = {
@@ -94,43 +92,6 @@ class CandidateSelector(Behind):
         return torch.cat(walked, dim=1)
 
 
-class DFlash2Formulas(Formulas):
-    """DFlash2's formulas, a row at a time."""
-
-    scales_nothing = True
-
-    @classmethod
-    def knows(cls, drafter: Reference) -> bool:
-        return "candidate_selector.successor_codebook" in drafter.tensors
-
-    def convolved(self, x: Tensor, given: Tensor, name: str, which: int) -> Tensor:
-        """Return the convolution of x [B, H]: row r is the sum over t of x[r - t] * (base kernel[t] + the part of the
-        kernel from row r of ``given``)."""
-        base = self.drafter.get(f"{name}.base_kernel")[which]
-        added = F.linear(given, self.drafter.get(f"{name}.kernel_projection.weight"))
-        added = added.view(len(x), 2, len(base), -1)[:, which]
-        added = added.repeat_interleave(self.drafter.said("conv_group_size"), dim=-1)
-        rows = [
-            sum(
-                (x[row - tap] * (base[tap] + added[row, tap]) for tap in range(min(row + 1, len(base)))),
-                x.new_zeros(()),
-            )
-            for row in range(len(x))
-        ]
-        return torch.stack(rows)
-
-    def scores(self, logits: Tensor, block: Tensor, anchor: int, before: int | None) -> Tensor:  # noqa: ARG002
-        drafter, token, rows = self.drafter, anchor, []
-        book, other = (drafter.get(f"candidate_selector.{each}_codebook") for each in ("predecessor", "successor"))
-        for scores, state in zip(logits, block[drafter.first_row :], strict=True):
-            best = scores.topk(drafter.said("selector_top_k")).indices
-            context = book[token] * drafter.linear(state, "candidate_selector.hidden_projection")
-            chosen = scores[best] + other[best] @ context
-            rows.append(torch.full_like(scores, float(chosen.min() - 1)).index_copy(0, best, chosen))
-            token = drafter.in_target(rows[-1])
-        return torch.stack(rows)
-
-
 @dataclass(frozen=True)
 class DFlash2(Variant):
     """The sizes of DFlash2's convolutions (their length, the channels of a group) and of its selector (its rank, the
@@ -142,7 +103,6 @@ class DFlash2(Variant):
     selector_top_k: int
 
     kind = DFLASH2
-    formulas = DFlash2Formulas
     keys = tuple(DEFAULTS)
     sliding_non_causal = True
     module = "candidate_selector"
@@ -166,17 +126,6 @@ class DFlash2(Variant):
 
     def behind(self, draft: DFlashDescription, proposals: int) -> CandidateSelector:  # noqa: ARG002
         return CandidateSelector(draft, self)
-
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        size, rank = sizes.hidden, self.selector_rank
-        shapes: dict[str, tuple[int, ...]] = {"candidate_selector.hidden_projection.weight": (rank, size)}
-        shapes |= {
-            f"candidate_selector.{each}_codebook": (sizes.vocabulary, rank) for each in ("predecessor", "successor")
-        }
-        for at in (f"layers.{index}.{part}_conv" for index in range(sizes.layers) for part in ("attention", "mlp")):
-            shapes[f"{at}.base_kernel"] = (2, self.conv_taps, size)
-            shapes[f"{at}.kernel_projection.weight"] = (2 * self.conv_taps * (size // self.conv_group), size)
-        return shapes
 
 
 VARIANT = DFlash2

@@ -17,8 +17,7 @@ from eagle3.export.checkpoints.json_fields import boolean, count
 from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.block.dialects import SPECULATORS, Z_LAB, Dialect
 from eagle3.export.draft.kinds.dflash.block.keys import ANCHOR, FACTORS, SHIFT
-from eagle3.export.draft.kinds.dflash.block.reference import Formulas, Reference
-from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Sizes, Variant
+from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Variant
 from eagle3.export.draft.kinds.dflash.variants import DOMINO
 
 PREFIX = "pure_draft_prefix_len"
@@ -76,44 +75,6 @@ class DominoHead(Behind):
         return torch.cat(walked, dim=1)
 
 
-class DominoFormulas(Formulas):
-    """Domino's formulas, which compute each row from the beginning. The rows of the GRU's weights belong to the gates
-    reset, update and new."""
-
-    @classmethod
-    def knows(cls, drafter: Reference) -> bool:
-        return any(name.endswith("prefix_gru.weight_ih_l0") for name in drafter.tensors)
-
-    def first_row(self) -> int:
-        return 0 if self.drafter.said(SHIFT) in (True, None) else 1
-
-    def scores(self, logits: Tensor, block: Tensor, anchor: int, before: int | None) -> Tensor:  # noqa: ARG002
-        tokens, rows = [anchor], []
-        for scores, state in zip(logits, block[self.first_row() :], strict=True):
-            rows.append(scores + self._bias_behind(tokens, state))
-            tokens.append(self.drafter.in_target(rows[-1]))
-        return torch.stack(rows)
-
-    def _bias_behind(self, tokens: list[int], state: Tensor) -> Tensor | float:
-        """Return the bias of a row, given ``tokens``: the anchor and the tokens that earlier rows chose."""
-        first = self.drafter.said(PREFIX)
-        if len(tokens) <= (1 if first is None else first):
-            return 0.0
-        of_token, of_memory = (self._get(f"prefix_gru.weight_{each}_l0").unflatten(0, (3, -1)) for each in ("ih", "hh"))
-        memory = torch.zeros(of_memory.shape[-1])
-        for token in tokens:
-            x = self.drafter.embed(token)
-            reset, update = (torch.sigmoid(of_token[gate] @ x + of_memory[gate] @ memory) for gate in (0, 1))
-            new = torch.tanh(of_token[2] @ x + reset * (of_memory[2] @ memory))
-            memory = new + update * (memory - new)
-        inner = self._get("embed_proj.0.weight") @ torch.cat([state, memory])
-        return self._get("embed_proj.2.weight") @ (inner * torch.sigmoid(inner))
-
-    def _get(self, end: str) -> Tensor:
-        """Return the tensor whose name ends with ``end``; the prefix differs by system."""
-        return next(tensor for name, tensor in self.drafter.tensors.items() if name.endswith(end))
-
-
 @dataclass(frozen=True)
 class Domino(Variant):
     """The sizes of a Domino head: the size of its GRU's state, the rank of its bias, and the first proposal with a
@@ -124,7 +85,6 @@ class Domino(Variant):
     first: int
 
     kind = DOMINO
-    formulas = DominoFormulas
     keys = (SHIFT, *DEFAULTS)
     dialects = (SPECULATORS, Z_LAB)
     embeds_as_target = True
@@ -173,12 +133,6 @@ class Domino(Variant):
 
     def behind(self, draft: DFlashDescription, proposals: int) -> DominoHead:  # noqa: ARG002
         return DominoHead(draft, self)
-
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        gates = 3 * self.size
-        shapes = {"prefix_gru.weight_ih_l0": (gates, sizes.hidden), "prefix_gru.weight_hh_l0": (gates, self.size)}
-        shapes |= {"embed_proj.0": (self.rank, sizes.hidden + self.size), "embed_proj.2": (sizes.spoken, self.rank)}
-        return {f"domino_head.{name}.weight": shape for name, shape in shapes.items()}
 
 
 VARIANT = Domino

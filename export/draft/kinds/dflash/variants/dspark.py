@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from eagle3.export.checkpoints.json_fields import count
 from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.block.dialects import Dialect
-from eagle3.export.draft.kinds.dflash.block.reference import Formulas, Reference
-from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Sizes, Variant
+from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Variant
 from eagle3.export.draft.kinds.dflash.variants import DFLASH, DSPARK
 
 RANK, TYPE = "markov_rank", "markov_head_type"
@@ -59,44 +58,6 @@ class MarkovHead(Behind):
         return torch.cat(walked, dim=1)
 
 
-class MarkovFormulas(Formulas):
-    """DSpark's formulas, a row at a time."""
-
-    anchor_proposes = True
-
-    @classmethod
-    def knows(cls, drafter: Reference) -> bool:
-        return W1 in drafter.tensors or drafter.said("projector_type") == "dspark"
-
-    @property
-    def scales_nothing(self) -> bool:
-        return W1 in self.drafter.tensors
-
-    def scores(self, logits: Tensor, block: Tensor, anchor: int, before: int | None) -> Tensor:  # noqa: ARG002
-        if W1 not in self.drafter.tensors:
-            return logits
-        token, rows, memory = anchor, [], None
-        for scores, state in zip(logits, block[self.drafter.first_row :], strict=True):
-            bias, memory = self._bias_behind(token, state, memory)
-            rows.append(scores + bias)
-            token = self.drafter.in_target(rows[-1])
-        return torch.stack(rows)
-
-    def _bias_behind(self, token: int, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the bias of the row after ``token``, and the recurrent state after that row."""
-        drafter = self.drafter
-        before, kind = drafter.get(W1)[token], drafter.said(TYPE)
-        if kind == "gated":
-            before = before * torch.sigmoid(drafter.linear(torch.cat([state, before]), "markov_head.gate_proj"))
-        elif kind == "rnn":
-            memory = torch.zeros_like(before) if memory is None else memory
-            joint = drafter.linear(torch.cat([memory, before, state]), "markov_head.joint_proj")
-            gate, candidate, before = joint.chunk(3)
-            memory = torch.sigmoid(gate) * memory + torch.sigmoid(-gate) * torch.tanh(candidate)
-            before = torch.tanh(before)
-        return drafter.linear(before, "markov_head.markov_w2"), memory
-
-
 @dataclass(frozen=True)
 class DSpark(Variant):
     """The rank of DSpark's bias, 0 for none, and its type."""
@@ -105,7 +66,6 @@ class DSpark(Variant):
     type: str
 
     kind = DSPARK
-    formulas = MarkovFormulas
     keys = (RANK, TYPE)
     anchor_proposes = True
     module = "markov_head"
@@ -131,13 +91,6 @@ class DSpark(Variant):
 
     def behind(self, draft: DFlashDescription, proposals: int) -> MarkovHead | None:  # noqa: ARG002
         return MarkovHead(draft, self) if self.rank else None
-
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        size, rank = sizes.hidden, self.rank
-        shapes = {"markov_w1": (sizes.vocabulary, rank), "markov_w2": (sizes.spoken, rank)}
-        linears = {"gate_proj": (rank, size + rank), "joint_proj": (3 * rank, 2 * rank + size)}
-        found = {f"markov_head.{name}.weight": shape for name, shape in (shapes | linears).items()}
-        return found | {f"markov_head.{name}.bias": shape[:1] for name, shape in linears.items()}
 
 
 VARIANT = DSpark

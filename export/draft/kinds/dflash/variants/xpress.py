@@ -31,8 +31,7 @@ from torch.nn import functional as F
 from eagle3.export.checkpoints.json_fields import count
 from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.block.dialects import SPECULATORS
-from eagle3.export.draft.kinds.dflash.block.reference import Formulas, Reference
-from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Sizes, Variant
+from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Variant
 from eagle3.export.draft.kinds.dflash.variants import XPRESS
 
 DEFAULTS = {
@@ -83,39 +82,6 @@ class Refiner(Behind):
         return refined
 
 
-class RefinerFormulas(Formulas):
-    """xPress's formulas: a pass computes each row's logits from the previous row's token in the pass before."""
-
-    @classmethod
-    def knows(cls, drafter: Reference) -> bool:
-        return "refiner_head.mix_l" in drafter.tensors
-
-    def scores(self, logits: Tensor, block: Tensor, anchor: int, before: int | None) -> Tensor:
-        drafter, at, refined = self.drafter, "refiner_head", logits
-        linear, first, given = drafter.linear, drafter.first_row, [anchor if before is None else before, anchor]
-        passes = drafter.said("num_jacobi_passes")
-        whole = linear(block.mean(0), f"{at}.down_g")
-        mix, table = (
-            drafter.get(f"{at}.mix_l"),
-            drafter.get(f"{at}.token_embed.weight"),
-        )  # [rank, row, mixed row]
-        for _ in range(6 if passes is None else passes):
-            proposed = [drafter.in_target(row) for row in refined]
-            behind = (given if first else given[1:]) + proposed[:-1]
-            inner = [
-                linear(torch.cat([linear(state, f"{at}.down_h"), whole, table[token]]), f"{at}.in_proj")
-                for state, token in zip(block, behind, strict=True)
-            ]
-            rows = []
-            for row, own in enumerate(inner):
-                x = own + sum((mix[:, row, seen] * inner[seen] for seen in range(row + 1)), torch.zeros_like(own))
-                gate = linear(x, f"{at}.mlp_gate")
-                x = x + linear(gate * torch.sigmoid(gate) * linear(x, f"{at}.mlp_up"), f"{at}.mlp_down")
-                rows.append(linear(x, f"{at}.readout"))
-            refined = logits + torch.stack(rows)[first:]
-        return refined
-
-
 @dataclass(frozen=True)
 class XPress(Variant):
     """The sizes of xPress's refiner: its rank, the width of its MLP as a multiple of the rank, and the passes over a
@@ -126,7 +92,6 @@ class XPress(Variant):
     passes: int
 
     kind = XPRESS
-    formulas = RefinerFormulas
     keys = tuple(DEFAULTS)
     dialects = (SPECULATORS,)
     fixes_first_row = True
@@ -139,14 +104,6 @@ class XPress(Variant):
 
     def behind(self, draft: DFlashDescription, proposals: int) -> Refiner:
         return Refiner(draft, self, proposals)
-
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        size, rank, wide = sizes.hidden, self.rank, self.rank * self.mlp_ratio
-        shapes = {"down_h": (rank, size), "down_g": (rank, size), "in_proj": (rank, 3 * rank)}
-        shapes |= {"mlp_gate": (wide, rank), "mlp_up": (wide, rank), "mlp_down": (rank, wide)}
-        shapes |= {"token_embed": (sizes.vocabulary, rank), "readout": (sizes.spoken, rank)}
-        found: dict[str, tuple[int, ...]] = {f"refiner_head.{name}.weight": shape for name, shape in shapes.items()}
-        return found | {"refiner_head.mix_l": (rank, sizes.rows, sizes.rows)}
 
 
 VARIANT = XPress

@@ -1,4 +1,4 @@
-"""The twin check of an MLP speculator: compares the head with the formulas of its paper, computed in double precision
+"""The oracle of MLP speculators: compares the head with the formulas of its paper, computed in double precision
 with elementary operations. ``tests/golden/mlp`` compares both with fms-extras."""
 
 import math

@@ -1,5 +1,7 @@
-"""Compares a head with a KV cache to a computation without a cache, for the twin checks of several kinds."""
+"""Has what the oracles of several kinds share: the comparison of a head with a KV cache to a computation without one,
+and the sizes of a small copy."""
 
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,8 @@ from torch import Tensor, nn
 from eagle3.export.twin.comparison import Comparison
 
 CHUNK, CHAIN = 7, 3  # rows
+FULL = "full_attention"
+Shapes = dict[str, tuple[int, ...]]
 
 
 def stand_in(vocabulary: int, size: int, generator: torch.Generator) -> Any:  # noqa: ANN401 - part of a target
@@ -50,3 +54,34 @@ def play(drafter: Any, head: Any, tokens: Tensor, taps: list[Tensor]) -> Compari
                 given = token, state, torch.tensor([end + step])
                 ids, rows = torch.cat([ids, token], dim=1), torch.cat([rows, state], dim=1)
     return compared
+
+
+def layer_shapes(layer, at: str, inputs: int, norms: Iterable[str]) -> tuple[Shapes, Shapes]:
+    """Return the shapes of the linears and of the norms that a decoder layer may have, by name without ``.weight``.
+
+    Args:
+        at: the layer's name
+        inputs: the input width of its projections of queries, keys and values
+        norms: the names of its norms of the hidden size, except those that only Gemma 4 has
+    """
+    size, inner, head_dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
+    queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
+    linears: Shapes = {
+        f"{at}.self_attn.q_proj": (queries, inputs),
+        f"{at}.self_attn.k_proj": (keys, inputs),
+        f"{at}.self_attn.v_proj": (keys, inputs),
+        f"{at}.self_attn.o_proj": (size, queries),
+        f"{at}.mlp.gate_proj": (inner, size),
+        f"{at}.mlp.up_proj": (inner, size),
+        f"{at}.mlp.down_proj": (size, inner),
+    }
+    every = (*norms, "pre_feedforward_layernorm", "post_feedforward_layernorm")  # only Gemma 4 has the last two
+    widths: Shapes = {f"{at}.{name}": (size,) for name in every}
+    return linears, widths | {f"{at}.self_attn.{name}_norm": (head_dim,) for name in "qk"}
+
+
+def with_sizes_of(cut: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys with which layers of full attention get the sizes and the RoPE of ``cut``, a configuration with
+    the usual keys."""
+    heads = {"global_head_dim": cut["head_dim"], "num_global_key_value_heads": cut["num_key_value_heads"]}
+    return heads | {"rope_parameters": {FULL: cut["rope_parameters"]}}

@@ -1,4 +1,4 @@
-"""The twin check of an EAGLE head: compares the head and its KV cache with the formulas of its dialect, which recompute
+"""The oracle of EAGLE heads: compares the head and its KV cache with the formulas of its dialect, which recompute
 every row. The head is seeded from taps in chunks, drafts from its own features and rolls back, until positions are past
 its sliding window.
 """
@@ -8,19 +8,17 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from eagle_formulas import Drafter
+from playing import CHAIN, CHUNK, Shapes, layer_shapes, play, stand_in, with_sizes_of
 from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.draft.common.gemma4_fields import with_sizes_of
 from eagle3.export.draft.common.loading import load_head
-from eagle3.export.draft.common.playing import CHAIN, CHUNK, play, stand_in
-from eagle3.export.draft.common.shapes import Shapes, layer_shapes
 from eagle3.export.draft.dialects import DIALECTS
 from eagle3.export.draft.dialects.dialect import EAGLE, P_EAGLE
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
-from eagle3.export.draft.kinds.eagle.formulas import Drafter
 from eagle3.export.draft.kinds.eagle.head import DraftHead
 from eagle3.export.draft.kinds.eagle.reading import read_eagle
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE, RopeFlags

@@ -1,4 +1,4 @@
-"""The twin check of a DFlash head: compares the head and its KV caches with its formulas, which compute every block
+"""The oracle of DFlash heads: compares the head and its KV caches with its formulas, which compute every block
 anew. The head is seeded in chunks and drafts a block after each. Then a part of the chunk is rolled back and written
 again with other features, until positions have passed the sliding window twice. The first position and some later ones
 are written in calls of one row.
@@ -11,20 +11,19 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from dflash_formulas import Drafter
+from dflash_variants import SHAPES, Sizes
+from playing import Shapes, layer_shapes, with_sizes_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.draft.common.gemma4_fields import with_sizes_of
 from eagle3.export.draft.common.loading import load_head
-from eagle3.export.draft.common.shapes import Shapes, layer_shapes
 from eagle3.export.draft.common.tensor_names import SELECTOR
 from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.block.dialects import LAYER
 from eagle3.export.draft.kinds.dflash.block.keys import OWN
-from eagle3.export.draft.kinds.dflash.block.variant import Sizes
-from eagle3.export.draft.kinds.dflash.formulas import Drafter
 from eagle3.export.draft.kinds.dflash.head import Head
 from eagle3.export.draft.kinds.dflash.reading import read
 from eagle3.export.twin.comparison import Comparison
@@ -158,5 +157,7 @@ def _shapes(draft: DFlashDescription, layer: "LlamaConfig", taps: int, width: in
         linears, norms = linears | of_layer[0], norms | of_layer[1]
     shapes: Shapes = {f"{name}.weight": shape for name, shape in (linears | norms).items()}
     shapes |= {f"layers.{index}.layer_scalar": (1,) for index in range(layer.num_hidden_layers)}
-    shapes |= draft.variant.shapes(Sizes(size, VOCABULARY, spoken, layer.num_hidden_layers, draft.block_rows))
+    if draft.variant.module:
+        sizes = Sizes(size, VOCABULARY, spoken, layer.num_hidden_layers, draft.block_rows)
+        shapes |= SHAPES[draft.kind](draft.variant, sizes)
     return shapes | {f"{name}.bias": shape[:1] for name, shape in linears.items()}

@@ -1,29 +1,36 @@
-"""The twin check of an MTP head: compares the head and its KV cache with its formulas, which compute every row anew."""
+"""The oracle of MTP heads: compares the head and its KV cache with formulas that compute every row anew, norms and
+projection in plain PyTorch around transformers' own decoder layer. Parts have the names of DeepSeek's checkpoints.
+Sources: see ``export/draft/kinds/mtp/__init__.py``."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
+from places import GOLDEN
+from playing import CHAIN, CHUNK, play, stand_in
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
 
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.json_fields import read_object
 from eagle3.export.draft.common.loading import load_head
-from eagle3.export.draft.common.playing import CHAIN, CHUNK, play, stand_in
-from eagle3.export.draft.kinds.mtp.formulas import Drafter
 from eagle3.export.draft.kinds.mtp.head import Head
 from eagle3.export.draft.kinds.mtp.layer import one_layer_config
+from eagle3.export.draft.kinds.mtp.own_layer import OF_DEEPSEEK, OF_QWEN, ZERO_CENTERED, renamed
 from eagle3.export.draft.kinds.mtp.reading import (
     KEYS,
+    NAMES,
     MTPDescription,
-    checkpoint_naming,
     read,
     read_own_layer,
 )
+from eagle3.export.draft.kinds.mtp.tensors import LayerTensors
+from eagle3.export.draft.reading import read_draft
 from eagle3.export.twin.comparison import SEEDS, TOLERANCE, Comparison
 from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
@@ -34,6 +41,39 @@ from eagle3.targets.text_part import build
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """Computes an MTP head. ``model`` is transformers' model of one layer, which is the head's; ``tensors`` (float32)
+    are enorm, hnorm, eh_proj and norm, ``embedding`` and ``lm_head`` [V, H] the target's."""
+
+    model: Any
+    tensors: dict[str, Tensor]
+    embedding: Tensor
+    lm_head: Tensor
+
+    def fuse(self, states: list[Tensor]) -> Tensor:
+        """Return the first feature [T, H], which is the target's state."""
+        (state,) = states
+        return state
+
+    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute all rows. tokens [T], each one position after its slot, and features [T, H] -> logits [T, V] and the
+        features of the next step [T, H]."""
+        length = len(tokens)
+        joined = torch.cat([self._norm(self.embedding[tokens], "enorm"), self._norm(features, "hnorm")], dim=-1)
+        x = (joined @ self.tensors["eh_proj"].T)[None]
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        rotary = self.model.model.rotary_emb(x, torch.arange(length)[None])
+        x = self.model.model.layers[0](x, attention_mask=mask, position_embeddings=rotary)
+        state = self._norm(x[0], "norm")
+        return F.linear(state, self.lm_head), state
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        variance = x.pow(2).mean(-1, keepdim=True)
+        factor = self.tensors[name] + (self.model.config.model_type in ZERO_CENTERED)
+        return x * torch.rsqrt(variance + self.model.config.rms_norm_eps) * factor
 
 
 def compare(draft: MTPDescription, _taps: int, _overridden: bool | None = None) -> Comparison:
@@ -98,3 +138,36 @@ def small_head(draft: MTPDescription, seed: int) -> SmallHead:
     tensors = {name: 1 + 0.3 * torch.randn(size, generator=generator) for name in ("enorm", "hnorm", "norm")}
     tensors["eh_proj"] = torch.randn(size, 2 * size, generator=generator) / size**0.5
     return SmallHead(small, model, tensors)
+
+
+def checkpoint_naming(draft: MTPDescription, layers: int) -> Callable[[str], str]:
+    """Return a function that maps the head's names to those of a checkpoint of the same form as the checkpoint of
+    ``draft``, for a target of ``layers`` layers."""
+    if isinstance(draft.source, LayerTensors):
+        return own_naming(draft.source.names, layers)
+    return lambda name: renamed(name, inverse(NAMES))
+
+
+def own_naming(names, layers: int) -> Callable[[str], str]:
+    """Return a function that maps the head's names to the names in a target's checkpoint with ``layers`` layers.
+    ``names`` shows which naming the checkpoint has."""
+    if any(name.startswith("mtp.") for name in names):
+        return lambda name: renamed(name, inverse(OF_QWEN))
+    ours = inverse(OF_DEEPSEEK) | {"layers.0.": ""}
+    return lambda name: f"model.layers.{layers}.{renamed(name, ours)}"
+
+
+def inverse(names: Mapping[str, str]) -> dict[str, str]:
+    return {after: before for before, after in names.items()}
+
+
+def drafter_of(name: str, embedding: Tensor, lm_head: Tensor) -> Drafter:
+    """Return the formulas of a golden head, with transformers' own layer."""
+    tensors = load_file(GOLDEN / "mtp" / name / "model.safetensors")
+    parts = {key.removeprefix("mtp_layers.0."): value for key, value in tensors.items()}
+    model = build(one_layer_config(read_draft(GOLDEN / "mtp" / name).layer), real=True).eval().requires_grad_(False)
+    model.config._attn_implementation = "eager"
+    assert not model.model.layers[0].load_state_dict(parts, strict=False).missing_keys
+    around = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"}
+    named = {ours: parts[f"{theirs}.weight"] for ours, theirs in (around | {"norm": "final_layernorm"}).items()}
+    return Drafter(model, named, embedding, lm_head)

@@ -9,11 +9,10 @@ Source: the papers (arXiv 2602.06036, 2605.29707) and the code of speculators, z
 from functools import cached_property
 
 import torch
+from dflash_reference import Formulas, Reference
+from dflash_variants import FORMULAS
 from torch import Tensor
 from torch.nn import functional as F
-
-from eagle3.export.draft.kinds.dflash.block.reference import Formulas, Reference
-from eagle3.export.draft.kinds.dflash.variants import every_variant
 
 
 class Drafter(Reference):
@@ -21,7 +20,7 @@ class Drafter(Reference):
 
     @cached_property
     def variant(self) -> Formulas:
-        known = (variant.formulas for variant in every_variant() if variant.formulas.knows(self))
+        known = (formulas for formulas in FORMULAS if formulas.knows(self))
         return next(known, Formulas)(self)
 
     @property
