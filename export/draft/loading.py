@@ -1,20 +1,24 @@
 """Loads a draft head of any kind, and checks before that that it can be computed."""
 
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.configuration.config import NO_HEAD
 from eagle3.export.draft.common.description import DraftDescription
-from eagle3.export.draft.common.head import Head
-from eagle3.export.draft.common.loading import filled, unfilled_head
+from eagle3.export.draft.common.head import Head, filled, unfilled_head
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.kinds.gemma4_assistant.reading import AssistantDescription
-from eagle3.export.draft.no_head import NoHead
 from eagle3.export.twin.comparison import TOLERANCE
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, EagerAttention, KVCacheShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _NOT_COMPUTED = "describes a draft head that cannot be computed"
 SLOTS, ROWS = 32, 3
@@ -25,7 +29,7 @@ def unfilled(draft: DraftDescription, max_seq_len: int = 1, proposals: int = 1) 
     """Return the head on the meta device, without the parts that no checkpoint holds."""
     if draft.kind == NO_HEAD:
         return NoHead()
-    return unfilled_head(KINDS[draft.kind].load().Head, draft, max_seq_len, proposals)
+    return unfilled_head(KINDS[draft.kind].head(), draft, max_seq_len, proposals)
 
 
 def load_draft(
@@ -102,3 +106,43 @@ class _Shapes(nn.Module):
         config = self.layer.per_layer_config[self.layer.layer_types.index(kind)]
         window = self.layer.sliding_window if kind == "sliding_attention" else 0
         return EagerAttention(KVCacheShape(config.num_key_value_heads, config.head_dim, SLOTS, window))
+
+
+class NoFiles(Source):
+    """A source without files, whose ``path`` is the target's folder or file."""
+
+    @staticmethod
+    def recognizes(path: Path) -> bool:  # noqa: ARG004 - as every source's
+        return False
+
+    def files(self) -> list[Path]:
+        return []
+
+    def headers(self) -> dict[str, TensorHeader]:
+        return {}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+
+def no_head(checkpoint: Path, target_config: "PreTrainedConfig") -> DraftDescription:
+    """Return the description for a target with transformers' text configuration ``target_config``."""
+    return DraftDescription(
+        kind=NO_HEAD,
+        dialect=NO_HEAD,
+        source=NoFiles(checkpoint),
+        layer=target_config,
+        tensor_names={},
+        headers={},
+        target_vocab_size=target_config.vocab_size,
+        takes_final_state=True,
+        shares_lm_head=True,
+        chain_len=0,
+    )
+
+
+class NoHead(Head):
+    """A module without parameters, which is never called."""
+
+    def attach(self, *_: Any) -> Self:  # noqa: ANN401 - it needs no parts
+        return self

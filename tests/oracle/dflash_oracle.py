@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.draft.common.loading import load_head
-from eagle3.export.draft.common.tensor_names import SELECTOR
-from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
-from eagle3.export.draft.kinds.dflash.block.dialects import LAYER
-from eagle3.export.draft.kinds.dflash.block.keys import OWN
+from eagle3.export.checkpoints.json_fields import Fields, read_object
+from eagle3.export.draft.common.checks import SELECTOR
+from eagle3.export.draft.common.head import load_head
+from eagle3.export.draft.common.speculators import LAYER
+from eagle3.export.draft.kinds.dflash.description import DFlashDescription
+from eagle3.export.draft.kinds.dflash.dialects import OWN
 from eagle3.export.draft.kinds.dflash.head import Head
 from eagle3.export.draft.kinds.dflash.reading import read
 from eagle3.export.twin.comparison import Comparison
@@ -50,7 +50,7 @@ def compare(draft: DFlashDescription, taps: int, _overridden: bool | None = None
         tensors = _random_tensors(draft, layer, taps, width, generator)
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors")
-        twin = read(folder, read_object(folder / "config.json"), open_source(folder))
+        twin = read(Fields(file := folder / "config.json", read_object(file)), open_source(folder))
         length = max(prompt_length(layer.to_dict()), 3 * CHUNK)
         embedding = nn.Embedding(VOCABULARY, layer.hidden_size)
         lm_head = nn.Linear(layer.hidden_size, VOCABULARY, bias=False)

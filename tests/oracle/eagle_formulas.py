@@ -1,7 +1,7 @@
 """The reference for EAGLE heads: their formulas in plain PyTorch, without modules or caches. Every call recomputes all
 rows.
 
-``DraftHead`` is compared with this (``eagle_oracle.py``). It reads a checkpoint's own configuration and tensor
+``Head`` is compared with this (``eagle_oracle.py``). It reads a checkpoint's own configuration and tensor
 names, and decides by the dialects' names instead of their ``Dialect`` records, so that a mistake in reading shows as
 well. EAGLE-3 (taps a, embedded token E):
 

@@ -14,16 +14,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.draft.common.loading import load_head
-from eagle3.export.draft.dialects import DIALECTS
-from eagle3.export.draft.dialects.dialect import EAGLE, P_EAGLE
+from eagle3.export.checkpoints.json_fields import Fields, read_object
+from eagle3.export.draft.common.head import load_head
+from eagle3.export.draft.common.speculators import LAYER
+from eagle3.export.draft.kinds import EAGLE, P_EAGLE
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
-from eagle3.export.draft.kinds.eagle.head import DraftHead
-from eagle3.export.draft.kinds.eagle.reading import read_eagle
+from eagle3.export.draft.kinds.eagle.head import Head
+from eagle3.export.draft.kinds.eagle.reading import read
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE, RopeFlags
-from eagle3.export.draft.kinds.eagle.tensor_names import own_name
-from eagle3.export.draft.kinds.eagle.which import MASK_TOKENS
+from eagle3.export.draft.kinds.eagle.tensor_names import MASK_TOKENS, own_name
 from eagle3.export.twin.comparison import Comparison
 from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import prompt_length
@@ -47,17 +46,17 @@ def compare(draft: EagleDescription, taps: int, overridden: bool | None = None, 
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors")
         source = open_source(folder)
-        twin = read_eagle(
+        fields = Fields(folder / "config.json", read_object(folder / "config.json"))
+        twin = read(
+            fields,
             source,
-            read_object(folder / "config.json"),
-            source.headers(),
             draft.dialect,
             overridden,
             RopeFlags(FILE, FILE),
         )
         length = max(prompt_length(small.to_dict()), 2 * CHUNK + CHAIN)  # a head may have fewer positions than a chunk
         target = stand_in(VOCABULARY, small.hidden_size, generator)
-        head: Any = load_head(DraftHead, twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
+        head: Any = load_head(Head, twin, length, torch.float32, EagerAttention, target, CHAIN + 1)
         states = [torch.randn(1, length, width, generator=generator) for _ in range(taps or 1)]
         tokens = torch.randint(0, VOCABULARY, (1, length), generator=generator)
         shared = target.embed_tokens.weight, target.lm_head.weight
@@ -75,7 +74,7 @@ def _small_layer(draft: EagleDescription) -> "LlamaConfig":
 def _shrunken(draft: EagleDescription, small: "LlamaConfig", overridden: bool | None) -> dict[str, Any]:
     """Return the head's ``config.json`` with smaller sizes."""
     config = read_object(draft.folder / "config.json")
-    fields = config if draft.gemma4 else DIALECTS[draft.dialect].layer_fields(config)
+    fields = config if draft.gemma4 else config.get(LAYER, config)
     cut = small.to_dict()
     sizes = ("head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     fields |= {key: cut[key] for key in (*sizes, "max_position_embeddings")} | {"vocab_size": VOCABULARY}
@@ -128,7 +127,7 @@ def _random_tensors(
 
 
 def _shapes(draft: EagleDescription, layer: "LlamaConfig", taps: int, width: int) -> Shapes:
-    """Return the shape of each tensor that a head may have, biases included, by ``DraftHead``'s names."""
+    """Return the shape of each tensor that a head may have, biases included, by ``Head``'s names."""
     size = layer.hidden_size
     linears: Shapes = {
         "fc": (size, size + width if draft.kind == EAGLE else taps * width),

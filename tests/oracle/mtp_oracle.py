@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.draft.common.loading import load_head
+from eagle3.export.checkpoints.json_fields import Fields, read_object
+from eagle3.export.draft.common.head import load_head
+from eagle3.export.draft.common.speculators import LAYER
 from eagle3.export.draft.kinds.mtp.head import Head
 from eagle3.export.draft.kinds.mtp.layer import one_layer_config
 from eagle3.export.draft.kinds.mtp.own_layer import OF_DEEPSEEK, OF_QWEN, ZERO_CENTERED, renamed
 from eagle3.export.draft.kinds.mtp.reading import (
-    KEYS,
     NAMES,
     MTPDescription,
     read,
@@ -124,9 +124,9 @@ class SmallHead:
         save_file(self.named(draft), folder / "model.safetensors")
         if draft.of_target:
             return read_own_layer(open_source(folder), self.config, folder)
-        described = read_object(draft.folder / "config.json") | {KEYS: self.config.to_dict()}
+        described = read_object(draft.folder / "config.json") | {LAYER: self.config.to_dict()}
         (folder / "config.json").write_text(json.dumps(described))
-        return read(folder, described, open_source(folder))
+        return read(Fields(folder / "config.json", described), open_source(folder))
 
 
 def small_head(draft: MTPDescription, seed: int) -> SmallHead:

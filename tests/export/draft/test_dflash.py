@@ -13,7 +13,7 @@ from draft_oracle import check_draft
 from safetensors.torch import load_file
 from torch import nn
 
-from eagle3.export.draft.kinds.dflash import DFLASH, DSPARK
+from eagle3.export.draft.kinds import DFLASH, DSPARK
 from eagle3.export.draft.loading import load_draft, unfilled
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.pairing import check_pair

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig
 
-from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE
+from eagle3.export.draft.kinds import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.methods import draft_rows

@@ -12,8 +12,7 @@ from transformers import LlamaConfig
 from eagle3.export.draft.kinds.eagle.head import DraftLayer
 from eagle3.export.draft.loading import check_computed
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.vocabulary_map import check_vocabulary_map
-from eagle3.export.planning.pairing import check_pair
+from eagle3.export.planning.pairing import check_pair, check_vocabulary_map
 
 TARGET = LlamaConfig(hidden_size=64, vocab_size=96, num_hidden_layers=6)
 

@@ -12,7 +12,7 @@ from eager import eager_session, eager_speculator
 from random_checkpoints import random_model, save_random_draft, save_random_mlp
 
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.kinds.eagle.windowed import windowed
+from eagle3.export.draft.kinds.eagle.description import windowed
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.plan import make_plan

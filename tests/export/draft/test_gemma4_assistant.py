@@ -19,7 +19,7 @@ from transformers import Gemma4TextConfig, Gemma4UnifiedForCausalLM, Gemma4Unifi
 
 from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.kinds.gemma4_assistant import GEMMA4_ASSISTANT
+from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
 from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda

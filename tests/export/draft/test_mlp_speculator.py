@@ -16,7 +16,7 @@ from scripted import ThreeMethods
 from transformers import LlamaConfig
 
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.kinds.mlp_speculator import MLP_SPECULATOR
+from eagle3.export.draft.kinds import MLP_SPECULATOR
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda

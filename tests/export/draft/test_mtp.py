@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.cache_utils import DynamicCache
 
-from eagle3.export.draft.kinds.mtp import MTP
+from eagle3.export.draft.kinds import MTP
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.pairing import check_pair

@@ -20,7 +20,7 @@ from transformers.modeling_layers import MtpModel
 
 from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.kinds.mtp import MTP
+from eagle3.export.draft.kinds import MTP
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.exporting import prepare
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda

@@ -1,24 +1,26 @@
-"""The base class of the variants of the block family. A variant adds keys and tensors to a DFlash, and a module after
-the block or in its layers."""
+"""The description of a DFlash head, independent of how its checkpoint is written."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
-from eagle3.export.checkpoints.json_fields import boolean, count
-from eagle3.export.draft.kinds.dflash.block.keys import ANCHOR, BONUS
+from eagle3.export.checkpoints.json_fields import Fields
+from eagle3.export.draft.common.description import DraftDescription
+from eagle3.export.draft.kinds import DFLASH
+from eagle3.targets.attention import Block
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
     from eagle3.export.checkpoints.source import TensorHeader
-    from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
-    from eagle3.export.draft.kinds.dflash.block.dialects import Dialect
-    from eagle3.export.draft.kinds.dflash.block.layers import DraftLayer
+    from eagle3.export.draft.kinds.dflash.layers import DraftLayer
 
+Z_LAB = "z-lab"
+FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+ANCHOR, BONUS, SHIFT = "sample_from_anchor", "dspark_bonus_anchor", "shift_label"
+"""Keys that say whether the anchor's row proposes."""
 Ids = Callable[[Tensor], Tensor]
 """A function that returns the best tokens of logits as ids of the target: [1, K, draft_vocab_size] -> [1, K]."""
 Embed = Callable[[Tensor], Tensor]
@@ -28,15 +30,15 @@ Embed = Callable[[Tensor], Tensor]
 class Given(NamedTuple):
     """The contents of a checkpoint, from which a variant reads its own keys."""
 
-    said: Mapping[str, Any]
+    said: Fields
     """The keys of the configuration, including those of ``dflash_config``."""
-    dialect: "Dialect"
+    defaults: bool
+    """True if keys that are absent have defaults."""
     layer: "LlamaConfig"
     tensors: "Mapping[str, TensorHeader]"
     rows: int
     """The rows of a block."""
     first_row: int
-    file: Path
 
 
 class Behind(nn.Module):
@@ -88,27 +90,26 @@ class Variant:
     """The attribute of the head that holds ``behind``."""
 
     @classmethod
-    def check_keys(cls, own: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> None:
+    def check_keys(cls, own: Fields, config: Fields) -> None:
         """Raise ValueError for keys of other variants that would have another meaning in this one. ``own`` is
         ``dflash_config``."""
 
     @classmethod
-    def settled(cls, said: Mapping[str, Any], dialect: "Dialect", file: Path) -> str:  # noqa: ARG003
+    def settled(cls, said: Fields, defaults: bool) -> str:  # noqa: ARG003
         """Return the kind of a head whose file names this variant; its keys may make it another kind."""
         return cls.kind
 
     @classmethod
-    def first_row(cls, said: Mapping[str, Any], dialect: "Dialect", tokens: int | None, file: Path) -> int:
-        """Return the first row of a block that proposes a token: 0 if the anchor's does, else 1. ``tokens`` is the
-        number of tokens a round in a file of speculators."""
-        from_anchor, bonus = (boolean(said, key, None, file) for key in (ANCHOR, BONUS))
+    def first_row(cls, said: Fields, anchor: bool, defaults: bool) -> int:  # noqa: ARG003
+        """Return the first row of a block that proposes a token: 0 if the anchor's does, else 1. ``anchor`` is True if
+        it does in a file without a key for it."""
+        from_anchor, bonus = said.boolean(ANCHOR), said.boolean(BONUS)
         if from_anchor is None and bonus is not None:
             from_anchor = not bonus
         if from_anchor is None:
-            whole = tokens == count(said, "block_size", None, file)
-            from_anchor = dialect.anchor_proposes(cls.anchor_proposes, whole)
+            from_anchor = anchor
         elif bonus == from_anchor:
-            raise ValueError(f"{file}: {ANCHOR} and {BONUS} are both {str(bonus).lower()}: correct one of them")
+            raise ValueError(f"{said.file}: {ANCHOR} and {BONUS} are both {str(bonus).lower()}: correct one of them")
         return 0 if from_anchor else 1
 
     @classmethod
@@ -133,3 +134,51 @@ class Variant:
     def behind(self, draft: "DFlashDescription", proposals: int) -> Behind | None:  # noqa: ARG002
         """Return the module after the block, without weights; None if there is none."""
         return None
+
+
+@dataclass(frozen=True)
+class DFlash(Variant):
+    """The variant without further parts."""
+
+    kind = DFLASH
+    embeds_as_target = True
+
+    @classmethod
+    def check_keys(cls, own: Fields, config: Fields) -> None:
+        if own.get(SHIFT) or config.get(SHIFT):
+            raise ValueError(f"{config.file}: {SHIFT} is true in a {DFLASH} head: type {ANCHOR} in its place")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashDescription(DraftDescription):
+    """The description of a head that drafts a block in one forward. ``windows`` count the positions before a block and
+    the block itself, since the ring holds both."""
+
+    layer: "LlamaConfig"
+    attends: tuple[Block, ...]
+    """The ranges that the rows of a block attend to, by layer."""
+    mask_token_id: int
+    first_row: int
+    """The first row of a block that proposes a token: 0, or 1 if the anchor's row does not."""
+    embeds_as_target: bool = False
+    """True if tokens are embedded by the target's module, including its scale. If False, the rows of the embedding are
+    used unscaled."""
+    output_multiplier: float = 1.0
+    variant: Variant
+    """The parts of the head that a plain DFlash does not have."""
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.target_vocab_size if self.shares_lm_head else self.headers["lm_head.weight"].shape[0]
+
+    @property
+    def taps_width(self) -> int:
+        return self.headers["fc.weight"].shape[1]
+
+    @property
+    def longest_chain(self) -> int:
+        """The number of tokens that a block proposes."""
+        return self.block_rows - self.first_row
+
+    def proposals(self, chain_len: int) -> int:
+        return chain_len

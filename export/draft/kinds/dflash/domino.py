@@ -5,20 +5,27 @@ Its files are in z-lab's or speculators' dialect; SpecForge and NVIDIA's ModelOp
 ``DominoDraftModel``, the ``DominoHead`` of speculators' pull request 773; arXiv 2605.29707.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.checkpoints.json_fields import boolean, count
-from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
-from eagle3.export.draft.kinds.dflash.block.dialects import SPECULATORS, Z_LAB, Dialect
-from eagle3.export.draft.kinds.dflash.block.keys import ANCHOR, FACTORS, SHIFT
-from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Variant
-from eagle3.export.draft.kinds.dflash.variants import DOMINO
+from eagle3.export.checkpoints.json_fields import Fields
+from eagle3.export.draft.common.speculators import SPECULATORS
+from eagle3.export.draft.kinds import DOMINO
+from eagle3.export.draft.kinds.dflash.description import (
+    ANCHOR,
+    FACTORS,
+    SHIFT,
+    Z_LAB,
+    Behind,
+    DFlashDescription,
+    Embed,
+    Given,
+    Ids,
+    Variant,
+)
 
 PREFIX = "pure_draft_prefix_len"
 DEFAULTS = {
@@ -97,16 +104,16 @@ class Domino(Variant):
     }
 
     @classmethod
-    def first_row(cls, said: Mapping[str, Any], dialect: Dialect, tokens: int | None, file: Path) -> int:  # noqa: ARG003
+    def first_row(cls, said: Fields, anchor: bool, defaults: bool) -> int:  # noqa: ARG003
         """Return 0 if each row, including the anchor's, proposes the token after its own, else 1."""
-        shifted = boolean(said, SHIFT, True if dialect.has_defaults else None, file)
+        file, shifted = said.file, said.boolean(SHIFT, True if defaults else None)
         if shifted is None:
             raise ValueError(f"{file} has no {SHIFT}, which says if the anchor's row of a {DOMINO} proposes: add it")
-        if boolean(said, ANCHOR, shifted, file) != shifted:
+        if said.boolean(ANCHOR, shifted) != shifted:
             raise ValueError(f"{file}: {SHIFT} is {shifted}, but {ANCHOR} is not: correct one of them")
-        if dialect.has_defaults and not shifted:
+        if defaults and not shifted:
             raise ValueError(
-                f"{file}: {SHIFT} is false: the {DOMINO} of {dialect.name} would attend to the tokens that it proposes"
+                f"{file}: {SHIFT} is false: the {DOMINO} of {SPECULATORS} would attend to the tokens that it proposes"
             )
         return 0 if shifted else 1
 
@@ -116,11 +123,11 @@ class Domino(Variant):
 
     @classmethod
     def read(cls, given: Given) -> Self:
-        said, file, proposals = given.said, given.file, given.rows - given.first_row
+        said, file, proposals = given.said, given.said.file, given.rows - given.first_row
         for key in DEFAULTS:
-            if not given.dialect.has_defaults and said.get(key) is None:
+            if not given.defaults and said.get(key) is None:
                 raise ValueError(f"{file} has no {key}, which every {DOMINO} head of this form has: add it")
-        first, size, rank = (count(said, key, DEFAULTS[key], file, least=int(key != PREFIX)) for key in DEFAULTS)
+        first, size, rank = (said.count(key, DEFAULTS[key], least=int(key != PREFIX)) for key in DEFAULTS)
         if first >= proposals:
             raise ValueError(
                 f"{file}: {PREFIX} is {first}, but a block proposes {proposals} tokens, and the last must have a bias: "
@@ -133,6 +140,3 @@ class Domino(Variant):
 
     def behind(self, draft: DFlashDescription, proposals: int) -> DominoHead:  # noqa: ARG002
         return DominoHead(draft, self)
-
-
-VARIANT = Domino

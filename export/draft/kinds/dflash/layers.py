@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
-from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
+from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 
 RMSNorm = modeling_llama.LlamaRMSNorm
 

@@ -10,11 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.checkpoints.json_fields import count
-from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
-from eagle3.export.draft.kinds.dflash.block.layers import DraftLayer, Place
-from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Variant
-from eagle3.export.draft.kinds.dflash.variants import DFLASH2
+from eagle3.export.draft.kinds import DFLASH2
+from eagle3.export.draft.kinds.dflash.description import Behind, DFlashDescription, Embed, Given, Ids, Variant
+from eagle3.export.draft.kinds.dflash.layers import DraftLayer, Place
 
 DEFAULTS = {
     "conv_kernel_size": 2,  # the taps of a convolution
@@ -109,8 +107,8 @@ class DFlash2(Variant):
 
     @classmethod
     def read(cls, given: Given) -> Self:
-        said, layer, file = given.said, given.layer, given.file
-        taps, group, rank, chosen = (count(said, key, default, file) for key, default in DEFAULTS.items())
+        said, layer, file = given.said, given.layer, given.said.file
+        taps, group, rank, chosen = (said.count(key, default) for key, default in DEFAULTS.items())
         if layer.hidden_size % group or chosen > layer.vocab_size or taps > said["block_size"]:
             raise ValueError(
                 f"{file}: conv_group_size {group} must divide hidden_size {layer.hidden_size}, selector_top_k {chosen} "
@@ -126,6 +124,3 @@ class DFlash2(Variant):
 
     def behind(self, draft: DFlashDescription, proposals: int) -> CandidateSelector:  # noqa: ARG002
         return CandidateSelector(draft, self)
-
-
-VARIANT = DFlash2

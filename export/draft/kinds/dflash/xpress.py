@@ -28,11 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eagle3.export.checkpoints.json_fields import count
-from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
-from eagle3.export.draft.kinds.dflash.block.dialects import SPECULATORS
-from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Variant
-from eagle3.export.draft.kinds.dflash.variants import XPRESS
+from eagle3.export.draft.common.speculators import SPECULATORS
+from eagle3.export.draft.kinds import XPRESS
+from eagle3.export.draft.kinds.dflash.description import Behind, DFlashDescription, Embed, Given, Ids, Variant
 
 DEFAULTS = {
     "xpress_rank": 256,
@@ -99,11 +97,8 @@ class XPress(Variant):
 
     @classmethod
     def read(cls, given: Given) -> Self:
-        rank, ratio, passes = (count(given.said, key, default, given.file) for key, default in DEFAULTS.items())
+        rank, ratio, passes = (given.said.count(key, default) for key, default in DEFAULTS.items())
         return cls(rank=rank, mlp_ratio=ratio, passes=passes)
 
     def behind(self, draft: DFlashDescription, proposals: int) -> Refiner:
         return Refiner(draft, self, proposals)
-
-
-VARIANT = XPress

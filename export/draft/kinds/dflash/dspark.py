@@ -3,19 +3,15 @@ are computed from left to right, from the anchor on, and each takes its best tok
 Source: speculators' ``MarkovHead``; DeepSpec's and SpecForge's DSpark.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.checkpoints.json_fields import count
-from eagle3.export.draft.kinds.dflash.block.description import DFlashDescription
-from eagle3.export.draft.kinds.dflash.block.dialects import Dialect
-from eagle3.export.draft.kinds.dflash.block.variant import Behind, Embed, Given, Ids, Variant
-from eagle3.export.draft.kinds.dflash.variants import DFLASH, DSPARK
+from eagle3.export.checkpoints.json_fields import Fields
+from eagle3.export.draft.kinds import DFLASH, DSPARK
+from eagle3.export.draft.kinds.dflash.description import Behind, DFlashDescription, Embed, Given, Ids, Variant
 
 RANK, TYPE = "markov_rank", "markov_head_type"
 DEFAULT_RANK = 256
@@ -71,16 +67,16 @@ class DSpark(Variant):
     module = "markov_head"
 
     @classmethod
-    def settled(cls, said: Mapping[str, Any], dialect: Dialect, file: Path) -> str:
-        unbiased = not dialect.has_defaults and not count(said, RANK, None, file, least=0)
+    def settled(cls, said: Fields, defaults: bool) -> str:
+        unbiased = not defaults and not said.count(RANK, least=0)
         return DFLASH if unbiased else DSPARK
 
     @classmethod
     def read(cls, given: Given) -> Self:
-        rank, kind = count(given.said, RANK, DEFAULT_RANK, given.file, least=0), given.said.get(TYPE) or TYPES[0]
+        rank, kind = given.said.count(RANK, DEFAULT_RANK, least=0), given.said.get(TYPE) or TYPES[0]
         if kind not in TYPES or (kind == "rnn" and given.first_row):
             raise ValueError(
-                f"{given.file}: {TYPE} {kind!r} with sample_from_anchor {str(not given.first_row).lower()}: "
+                f"{given.said.file}: {TYPE} {kind!r} with sample_from_anchor {str(not given.first_row).lower()}: "
                 f"supported are {', '.join(TYPES)}, and rnn only with sample_from_anchor"
             )
         return cls(rank=rank, type=kind)
@@ -91,6 +87,3 @@ class DSpark(Variant):
 
     def behind(self, draft: DFlashDescription, proposals: int) -> MarkovHead | None:  # noqa: ARG002
         return MarkovHead(draft, self) if self.rank else None
-
-
-VARIANT = DSpark
