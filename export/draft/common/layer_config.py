@@ -44,7 +44,7 @@ def layer_config(fields: Fields, headers: Mapping[str, TensorHeader], any_type: 
     """Return transformers' configuration of the decoder layers. With ``any_type``, a ``model_type`` outside
     ``FAMILIES`` is allowed, and the layers are still read as Llama's.
 
-    The attention heads' size comes from ``headers`` (by ``DraftHead``'s names), because SafeAILab ignores ``head_dim``
+    The attention heads' size comes from ``headers`` (by ``Head``'s names), because SafeAILab ignores ``head_dim``
     and uses hidden_size / heads. Raises ValueError, which names the key, if transformers cannot build such a layer.
     """
     from transformers import AutoConfig, LlamaConfig

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDescription(DraftDescription):
-    """The description of an EAGLE-3, P-EAGLE or EAGLE head of any dialect, from which ``DraftHead`` is made. ``layer``
+    """The description of an EAGLE-3, P-EAGLE or EAGLE head of any dialect, from which ``Head`` is made. ``layer``
     is a ``LlamaConfig`` whose ``head_dim`` is derived from the tensors."""
 
     layer: "PreTrainedConfig"
