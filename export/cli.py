@@ -18,9 +18,7 @@ from eagle3.export.configuration.config import (
     LONGEST_CHAIN,
     ExportConfig,
 )
-from eagle3.export.draft.dialects import DIALECTS
-from eagle3.export.draft.dialects.dialect import EAGLE3
-from eagle3.export.draft.kinds import KINDS
+from eagle3.export.draft.kinds import DIALECTS, EAGLE3, KINDS
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE
 from eagle3.runner.console.command import NameChoice, OneLineFailures, tell, version_option
 from eagle3.runner.contract import EXPORT_RECORD

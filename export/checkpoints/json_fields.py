@@ -5,7 +5,8 @@ A value such as ``"false"`` in place of ``false`` would load and run, and the mo
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,3 +91,47 @@ def nested(config: Mapping[str, Any], key: str, where: object) -> dict[str, Any]
 
 def _kind(value: object) -> str:
     return {list: "a list", str: "text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
+
+
+@dataclass(frozen=True)
+class Fields(Mapping[str, Any]):
+    """The fields of a configuration, together with its file, which errors name. A part of a file has the same file."""
+
+    file: Path
+    values: Mapping[str, Any]
+
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 - a value of JSON
+        return self.values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def boolean(self, key: str, default: Default = None) -> bool | Default:  # type: ignore[assignment]
+        return boolean(self.values, key, default, self.file)
+
+    def count(self, key: str, default: Default = None, least: int = 1) -> int | Default:  # type: ignore[assignment]
+        return count(self.values, key, default, self.file, least)
+
+    def number(
+        self,
+        key: str,
+        default: Default = None,  # type: ignore[assignment]
+        most: float = math.inf,
+    ) -> float | Default:
+        return number(self.values, key, default, self.file, most)
+
+    def layer_ids(self, key: str) -> tuple[int, ...] | None:
+        return layer_ids(self.values, key, self.file)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        return texts(self.values, key, self.file)
+
+    def nested(self, key: str) -> "Fields":
+        return Fields(self.file, nested(self.values, key, self.file))
+
+    def changed(self, values: Mapping[str, Any]) -> "Fields":
+        """Return these fields with some replaced or added."""
+        return Fields(self.file, {**self.values, **values})

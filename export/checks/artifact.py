@@ -18,10 +18,9 @@ from torch import Tensor
 
 from eagle3.export.checks.proposals import compare_proposals
 from eagle3.export.configuration.backends import BACKENDS
-from eagle3.export.draft.dialects.dialect import IGNORED_BASE
+from eagle3.export.draft.kinds import MTP
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
-from eagle3.export.draft.kinds.eagle.rope_reading import FILE
-from eagle3.export.draft.kinds.mtp import MTP
+from eagle3.export.draft.kinds.eagle.rope_reading import FILE, IGNORED_BASE
 from eagle3.export.fit.cost import why_not_measured
 from eagle3.export.fit.gain import Rounds, gain_lines, gain_record
 from eagle3.export.fit.verdict import NO_PAIR

@@ -1,4 +1,4 @@
-"""Checks a plan before weights load: the backend's needs, the memory, and the twin check of target and head."""
+"""Checks a plan before weights load: the backend's needs, the memory, the target's twin and the head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +19,7 @@ def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Check the plan, and return the manifest's entry on the twin check. Raises ValueError or FileNotFoundError with
     one line. A dry run only warns if this machine has too little free memory for the export, since another may have
     enough."""
-    from eagle3.export.draft.twin import check_draft
+    from eagle3.export.draft.loading import check_head
     from eagle3.export.twin.target import check_target
 
     backend = load_backend(plan.config.backend)
@@ -31,9 +31,7 @@ def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:
     with progress.stage("twin check"), _one_thread():
         return {
             "target": check_target(plan.spec, plan.config.target_model, plan.checkpoint, plan.target_config),
-            "draft": check_draft(plan.draft, len(plan.taps), plan.config.norm_before_residual)
-            if plan.has_draft
-            else None,
+            "draft": check_head(plan.draft, len(plan.taps)) if plan.has_draft else None,
         }
 
 

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from eagle3.export.checkpoints import SOURCES
 from eagle3.export.checkpoints.gguf_file import SUFFIX
+from eagle3.export.checkpoints.json_fields import Fields
 from eagle3.export.draft.kinds.mtp.own_layer import MODEL_TYPES, has_target_layers, mtp_tensor
 
 _MTP = "an MTP head in a form other than speculators' or a target's own"
@@ -54,25 +54,25 @@ def refuse_other_forms(folder: Path) -> None:
         raise ValueError(f"{folder} {MISTRALS_FORM}")
 
 
-def refuse_named_heads(file: Path, config: dict[str, Any]) -> None:
+def refuse_named_heads(fields: Fields) -> None:
     """Raise ValueError, which names the kind of head, if ``config.json`` alone shows that the head is not an EAGLE
     head. ``refuse_other_heads`` handles MTP layers."""
-    _refuse(file, config, [what for what in _named(config) if what != _MTP])
+    _refuse(fields, [what for what in _named(fields) if what != _MTP])
 
 
-def refuse_other_heads(file: Path, config: dict[str, Any], tensors: Collection[str]) -> None:
+def refuse_other_heads(fields: Fields, tensors: Collection[str]) -> None:
     """Raise ValueError, which names the kind of head, if the checkpoint is not an EAGLE head."""
     found = [
-        *_named(config),
+        *_named(fields),
         *(what for pattern, what in _BY_TENSOR.items() if any(re.fullmatch(pattern, name) for name in tensors)),
         *([_MTP] if mtp_tensor(tensors) else []),
     ]
-    if _MTP in found and isinstance(config.get("model_type"), str):
-        _refuse_own_layer(file.parent, config["model_type"], tensors)
-    _refuse(file, config, found)
+    if _MTP in found and isinstance(fields.get("model_type"), str):
+        _refuse_own_layer(fields.file.parent, fields["model_type"], tensors)
+    _refuse(fields, found)
 
 
-def _named(config: dict[str, Any]) -> list[str]:
+def _named(config: Fields) -> list[str]:
     """Return the kinds of head that the configuration names."""
     kind = config.get("speculators_model_type")
     names = f"{' '.join(config.get('architectures') or [])} {config.get('model_type')}"
@@ -105,7 +105,7 @@ def _refuse_own_layer(folder: Path, model_type: str, tensors: Collection[str]) -
         )
 
 
-def _refuse(file: Path, config: dict[str, Any], found: list[str]) -> None:
+def _refuse(fields: Fields, found: list[str]) -> None:
     if found:
-        architectures = ", ".join(config.get("architectures") or ["none"])
-        raise ValueError(f"{file.parent} is {found[0]} (architectures: {architectures}), {_LISTED}")
+        architectures = ", ".join(fields.get("architectures") or ["none"])
+        raise ValueError(f"{fields.file.parent} is {found[0]} (architectures: {architectures}), {_LISTED}")

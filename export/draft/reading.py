@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.checkpoints.json_fields import read_object, texts
+from eagle3.export.checkpoints.json_fields import Fields, read_object
 from eagle3.export.draft.common.description import DraftDescription
-from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.kinds.eagle.reading import read_eagle
+from eagle3.export.draft.kinds import EAGLE3, KINDS, kind_of
 from eagle3.export.draft.kinds.eagle.rope_reading import NO_FLAGS, RopeFlags
 from eagle3.export.draft.other_heads import refuse_named_heads, refuse_other_forms, refuse_other_heads
 
@@ -34,16 +33,14 @@ def read_draft(
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: --draft needs the folder of a draft head")
-    config, source = read_object(file), open_source(folder)
-    texts(config, "architectures", file)
-    for name, kind in KINDS.items():
-        if kind.recognizes(config):
-            flags: dict[str, Any] = {"--draft-dialect": dialect, "--norm-before-residual": norm_before_residual}
-            flags |= {"--draft-rope-theta": rope.theta, "--draft-partial-rotary": rope.part}
-            if flag := next((flag for flag, value in flags.items() if value is not None), None):
-                raise ValueError(f"{flag} is for EAGLE heads, but {folder} is a head of the kind {name}: leave it out")
-            return kind.load().read(folder, config, source)
-    refuse_named_heads(file, config)
-    headers = source.headers()
-    refuse_other_heads(file, config, headers)
-    return read_eagle(source, config, headers, dialect, norm_before_residual, rope)
+    fields, source = Fields(file, read_object(file)), open_source(folder)
+    fields.texts("architectures")
+    if (kind := kind_of(fields)) is not None:
+        flags: dict[str, Any] = {"--draft-dialect": dialect, "--norm-before-residual": norm_before_residual}
+        flags |= {"--draft-rope-theta": rope.theta, "--draft-partial-rotary": rope.part}
+        if flag := next((flag for flag, value in flags.items() if value is not None), None):
+            raise ValueError(f"{flag} is for EAGLE heads, but {folder} is a head of the kind {kind}: leave it out")
+        return KINDS[kind].load().read(fields, source)
+    refuse_named_heads(fields)
+    refuse_other_heads(fields, source.headers())
+    return KINDS[EAGLE3].load().read(fields, source, dialect, norm_before_residual, rope)

@@ -17,11 +17,10 @@ from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.configuration.config import LONGEST_CHAIN, NO_HEAD, ExportConfig
 from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.draft.copies import TABLES, without_copies
-from eagle3.export.draft.kinds.eagle.description import EagleDescription
+from eagle3.export.draft.kinds.eagle.description import EagleDescription, windowed
 from eagle3.export.draft.kinds.eagle.rope_reading import RopeFlags
-from eagle3.export.draft.kinds.eagle.windowed import windowed
 from eagle3.export.draft.kinds.mtp.reading import read_own_layer
-from eagle3.export.draft.no_head import no_head
+from eagle3.export.draft.loading import no_head
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.memory import cache_bytes, draft_caches, state_bytes, target_caches
 from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.draft.common.head import Head
-from eagle3.export.draft.no_head import NoHead
+from eagle3.export.draft.loading import NoHead
 from eagle3.targets import TapTarget
 
 

@@ -2,6 +2,6 @@
 
 The sizes in the user's configuration are cut, and every other field is kept. A small model with this configuration and
 random weights is computed twice, by transformers' model and by the export's (``target.py``). Unlike a list of known
-fields, a comparison of outputs shows whether every field has its effect. The twin checks of draft heads are in the
-folders of their kinds (``draft/kinds/``).
+fields, a comparison of outputs shows whether every field has its effect. That of a Gemma 4 assistant is in
+``draft/kinds/gemma4_assistant/``; other heads are compared with formulas in tests (``tests/oracle/``).
 """

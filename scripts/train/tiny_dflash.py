@@ -16,8 +16,8 @@ from tiny_training import Pieces, save_tensors, train
 from torch import Tensor
 from transformers import Gemma4ForCausalLM
 
-from eagle3.export.draft.kinds.dflash.block.layers import DraftLayer, Place, rotated
 from eagle3.export.draft.kinds.dflash.head import Head
+from eagle3.export.draft.kinds.dflash.layers import DraftLayer, Place, rotated
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.targets.attention import EagerAttention

@@ -18,7 +18,7 @@ from tiny_training import STEP_WEIGHT, Pieces, save_tensors, train
 from transformers import Gemma4ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from eagle3.export.draft.kinds.eagle.head import DraftHead
+from eagle3.export.draft.kinds.eagle.head import Head as DraftHead
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.targets.attention import EagerAttention

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM
 
-from eagle3.export.draft.kinds.eagle.head import DraftHead
+from eagle3.export.draft.kinds.eagle.head import Head as DraftHead
 from eagle3.export.draft.kinds.eagle.tensor_names import MASK
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft

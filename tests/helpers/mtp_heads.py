@@ -9,18 +9,13 @@ import torch
 from family_configs import FAMILIES, SIZE
 from places import TESTS
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpModel
 
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.kinds.mtp.formulas import Drafter
-from eagle3.export.draft.kinds.mtp.layer import one_layer_config
-from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
-from eagle3.targets.text_part import build
 
 GOLDEN = TESTS / "golden" / "mtp"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
@@ -121,18 +116,6 @@ def transformers_head(target, folder: Path | None = None) -> MtpModel:
     layers = target.config.num_hidden_layers  # transformers would ignore the layers of published sizes
     target._keys_to_ignore_on_load_unexpected = [r"^mtp\..*", rf"model\.layers\.{layers}\..*"]
     return MtpModel.from_pretrained(target).eval().requires_grad_(False)
-
-
-def drafter_of(name: str, embedding: Tensor, lm_head: Tensor) -> Drafter:
-    """Return the formulas of a golden head, with transformers' own layer."""
-    tensors = load_file(GOLDEN / name / "model.safetensors")
-    parts = {key.removeprefix("mtp_layers.0."): value for key, value in tensors.items()}
-    model = build(one_layer_config(read_draft(GOLDEN / name).layer), real=True).eval().requires_grad_(False)
-    model.config._attn_implementation = "eager"
-    assert not model.model.layers[0].load_state_dict(parts, strict=False).missing_keys
-    around = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"}
-    named = {ours: parts[f"{theirs}.weight"] for ours, theirs in (around | {"norm": "final_layernorm"}).items()}
-    return Drafter(model, named, embedding, lm_head)
 
 
 def plan_of(target: Path, draft: Path | str | None = "mtp", **flags):

@@ -1,13 +1,16 @@
-"""Reads sizes and rotary parameters of a draft head's decoder layers, from nested or flat keys, as transformers
-does."""
+"""Reads sizes and rotary parameters of a draft head's decoder layers, from nested or flat keys, as transformers does.
+
+Those of Gemma 4's layers of full attention are read as DeepSeek's DeepSpec writes them, under the target's own keys
+with two sizes of heads and two RoPEs. Source: deepseek-ai/DeepSpec, ``deepspec/modeling/eagle3/gemma4`` and
+``deepspec/modeling/dspark/gemma4``.
+"""
 
 import json
 from collections.abc import Mapping
 from copy import deepcopy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.checkpoints.json_fields import count, nested, number
+from eagle3.export.checkpoints.json_fields import Fields
 from eagle3.export.checkpoints.rope import check_rope
 from eagle3.export.checkpoints.source import TensorHeader
 
@@ -37,19 +40,17 @@ _READ: tuple[str, ...] = (
 _READ += ("partial_rotary_factor", "sliding_window", "use_sliding_window", "max_window_layers")
 
 
-def layer_config(
-    file: Path, fields: Mapping[str, Any], headers: Mapping[str, TensorHeader], any_type: bool = False
-) -> "LlamaConfig":
+def layer_config(fields: Fields, headers: Mapping[str, TensorHeader], any_type: bool = False) -> "LlamaConfig":
     """Return transformers' configuration of the decoder layers. With ``any_type``, a ``model_type`` outside
     ``FAMILIES`` is allowed, and the layers are still read as Llama's.
 
-    The attention heads' size comes from ``headers`` (by ``DraftHead``'s names), because SafeAILab ignores ``head_dim``
+    The attention heads' size comes from ``headers`` (by ``Head``'s names), because SafeAILab ignores ``head_dim``
     and uses hidden_size / heads. Raises ValueError, which names the key, if transformers cannot build such a layer.
     """
     from transformers import AutoConfig, LlamaConfig
     from transformers.activations import ACT2FN
 
-    model_type = fields.get("model_type", "llama")
+    file, model_type = fields.file, fields.get("model_type", "llama")
     if not isinstance(model_type, str) or not (model_type.startswith(FAMILIES) or any_type):
         raise ValueError(f"{file}: a draft layer of type {model_type!r}, but {', '.join(FAMILIES)} are supported")
     for key in () if model_type.startswith(FAMILIES) else _OF_A_CLASS:
@@ -64,9 +65,9 @@ def layer_config(
                 f"Llama's, which has no such factor: take {key} out if the head was trained without it"
             )
     for key in _SIZES:
-        count(fields, key, None, file)
-    number(fields, "rms_norm_eps", None, file, most=1)
-    number(fields, "partial_rotary_factor", None, file, most=1)
+        fields.count(key)
+    fields.number("rms_norm_eps", most=1)
+    fields.number("partial_rotary_factor", most=1)
     activation = fields.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
         raise ValueError(
@@ -76,7 +77,7 @@ def layer_config(
     if model_type == "llama4_text":  # its dense layers have another width than its experts
         wanted["intermediate_size"] = fields.get("intermediate_size_mlp", fields.get("intermediate_size"))
     for key in ("rope_scaling", "rope_parameters"):
-        nested(fields, key, file)
+        fields.nested(key)
         _text_alone(wanted.get(key))
     heads = wanted.get("num_attention_heads")
     if heads and wanted.get("num_key_value_heads") is None:
@@ -120,19 +121,79 @@ def _head_dim(config: "LlamaConfig", headers: Mapping[str, TensorHeader]) -> int
     return rows // heads
 
 
-def windows(file: Path, config: "LlamaConfig", layers: int) -> tuple[int, ...]:
+def windows(fields: Fields, config: "LlamaConfig", layers: int) -> tuple[int, ...]:
     """Return the sliding window of each draft layer's own attention in tokens, 0 for full attention.
 
     As in speculators and vLLM, ``layer_types`` decides: without a sliding layer, ``sliding_window`` is not used.
     """
     kinds, window = config.layer_types or ["full_attention"] * layers, config.sliding_window
     if len(kinds) < layers:
-        raise ValueError(f"{file}: layer_types has {len(kinds)} entries for {layers} layers: correct it")
+        raise ValueError(f"{fields.file}: layer_types has {len(kinds)} entries for {layers} layers: correct it")
     for index, kind in enumerate(kinds[:layers]):
         whole = isinstance(window, int) and not isinstance(window, bool) and window >= 1
         if kind != "full_attention" and not (kind == "sliding_attention" and whole):
             raise ValueError(
-                f"{file}: layer_types[{index}] is {kind!r} with sliding_window {window!r}, but a draft layer has "
-                "full_attention, or sliding_attention with a window in tokens"
+                f"{fields.file}: layer_types[{index}] is {kind!r} with sliding_window {window!r}, but a draft layer "
+                "has full_attention, or sliding_attention with a window in tokens"
             )
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+
+
+def one_rope(fields: Fields, takes: str | None) -> Fields:
+    """Return the keys of a head's layers, with one RoPE for all layers.
+
+    A target such as Gemma 4 has a RoPE for each type of layer, and a trainer may have copied that into the head's file.
+    ``takes`` is the type of layer whose entry the trainer's code uses, None if that code has no such entries. In that
+    case it raises ValueError unless all entries are equal.
+    """
+    flat = dict[str, Any]()
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = fields.get(key)
+        entries = (
+            {name: each for name, each in rope.items() if isinstance(each, dict)} if isinstance(rope, dict) else {}
+        )
+        if not entries:
+            continue
+        if takes in entries:
+            flat[key] = entries[takes]
+        elif len({str(sorted(each.items())) for each in entries.values()}) == 1:
+            flat[key] = next(iter(entries.values()))
+        else:
+            shown = "; ".join(f"{name}: {_shown(each)}" for name, each in entries.items())
+            raise ValueError(
+                f"{fields.file}: {key} has a RoPE for each type of layer ({shown}), but a draft head has one, and the "
+                f"file does not say which it was trained with: leave that one in {key}, without the name of a type"
+            )
+    return fields.changed(flat)
+
+
+def _shown(rope: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in rope.items())
+
+
+_KEPT = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "vocab_size"),
+    *("num_hidden_layers", "rms_norm_eps", "layer_types"),
+)
+_FULL = "full_attention"
+
+
+def names_gemma4(config: Mapping[str, Any]) -> bool:
+    """Return True for a DeepSpec head with Gemma 4's layers."""
+    return any(str(name).startswith("Gemma4") for name in config.get("architectures") or [])
+
+
+def full_attention_fields(config: Fields) -> Fields:
+    """Return the sizes of these layers under the keys that other families use. Raises ValueError for experts and
+    per-layer inputs, which DeepSpec's code does not compute."""
+    experts = config.boolean("enable_moe_block", False)
+    by_layer = config.count("hidden_size_per_layer_input", 0, least=0)
+    if experts or by_layer:
+        raise ValueError(
+            f"{config.file}: layers with experts or with per-layer inputs, which DeepSpec's code does not compute"
+        )
+    heads = "num_global_key_value_heads" if config.boolean("attention_k_eq_v", False) else "num_key_value_heads"
+    rope = config.nested("rope_parameters").nested(_FULL).values
+    own = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": config.get(heads), "rope_parameters": rope}
+    own |= {"hidden_act": config.get("hidden_activation", "gelu_pytorch_tanh")}
+    return Fields(config.file, {key: config[key] for key in _KEPT if key in config} | own)

@@ -57,7 +57,7 @@ def test_an_export_records_what_its_check_and_its_twins_found(artifact):
     assert record["check"]["compared_with_eager"] and record["check"]["mean_acceptance_length"] > 2
     assert record["check"]["new_tokens"] == 4 * 32
     twin = record["manifest"]["twin"]
-    assert twin["target"]["logits"] < 1e-4 and twin["draft"]["logits"] < 1e-4
+    assert twin["target"]["logits"] < 1e-4 and twin["draft"] is None
 
 
 def test_an_artifact_too_large_for_memory_is_not_checked(artifact, monkeypatch):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from dflash_heads import GOLDEN, changed
 from dialect_files import random_head, write
+from draft_oracle import check_draft
 from eager import eager_speculator
 
 from eagle3.export.checkpoints.safetensors_file import save_header
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.twin import check_draft
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.report import draft_text
 

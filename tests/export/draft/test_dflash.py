@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dflash_cases import CLOSE, Case
+from dflash_formulas import Drafter
 from dflash_heads import GOLDEN, SLIDING, TARGET, changed, z_lab
+from draft_oracle import check_draft
 from safetensors.torch import load_file
 from torch import nn
 
-from eagle3.export.draft.kinds.dflash import DFLASH, DSPARK
-from eagle3.export.draft.kinds.dflash.formulas import Drafter
+from eagle3.export.draft.kinds import DFLASH, DSPARK
 from eagle3.export.draft.loading import load_draft, unfilled
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 from eagle3.export.planning.pairing import check_pair
 from eagle3.export.planning.taps import choose_taps
 from eagle3.targets.attention import EagerAttention

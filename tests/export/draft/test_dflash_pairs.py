@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dflash_formulas import Drafter
 from dflash_heads import GOLDEN, KINDS, SLIDING, plan_of, save_pair
 from eager import eager_session
 from generations import assert_the_same_windows, same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
@@ -12,7 +13,6 @@ from random_checkpoints import random_model, save_random_dflash, save_random_dom
 from safetensors.torch import load_file
 from scripted import ThreeMethods
 
-from eagle3.export.draft.kinds.dflash.formulas import Drafter
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from eagle3.export.cli import main as export_main
-from eagle3.export.draft.kinds.dflash import DFLASH
+from eagle3.export.draft.kinds import DFLASH
 from eagle3.export.draft.kinds.eagle.rope_reading import RopeFlags
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.pairing import check_pair

@@ -24,19 +24,20 @@ from dialect_files import (
     without,
     write,
 )
+from draft_oracle import check_draft
 from places import TESTS
 from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig
 
 from eagle3.export.checkpoints.finite import check_finite
+from eagle3.export.checkpoints.json_fields import Fields
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.draft.common.layer_config import layer_config
-from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3
-from eagle3.export.draft.kinds.eagle.which import head_kind
+from eagle3.export.draft.kinds import EAGLE, EAGLE3
+from eagle3.export.draft.kinds.eagle.tensor_names import head_kind
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 from eagle3.export.planning.pairing import check_pair, check_trained_for
 from eagle3.export.planning.taps import choose_taps
 from eagle3.export.planning.tensors import check_draft as check_tensors
@@ -551,9 +552,9 @@ def test_sizes_missing_in_speculators_files_are_transformers_defaults(tmp_path):
     left = {key: value for key, value in config["transformer_layer_config"].items() if value is not None}
     headers = {"layers.0.self_attn.q_proj.weight": TensorHeader((4096, 8192), "BF16", 0)}
     headers["fc.weight"] = TensorHeader((4096, 12288), "BF16", 0)
-    layer = layer_config(folder / "config.json", left, headers)
+    layer = layer_config(Fields(folder / "config.json", left), headers)
     assert (layer.hidden_size, layer.num_attention_heads, layer.head_dim) == (4096, 32, 128)
-    assert head_kind(folder / "config.json", config, layer.hidden_size, headers) == EAGLE3
+    assert head_kind(Fields(folder / "config.json", config), layer.hidden_size, headers) == EAGLE3
 
 
 def test_a_dialect_that_does_not_fit_the_file_is_named(tmp_path):

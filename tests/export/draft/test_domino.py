@@ -12,7 +12,7 @@ from dflash_heads import GOLDEN, TARGET, changed, refusal
 from safetensors.torch import load_file, save_file
 
 from eagle3.export.cli import main as export_main
-from eagle3.export.draft.kinds.dflash import DOMINO
+from eagle3.export.draft.kinds import DOMINO
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.pairing import check_pair
 

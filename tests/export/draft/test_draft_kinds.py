@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dialect_files import HIDDEN, VOCAB, norms, random_eagle, random_peagle, without, write
+from draft_oracle import check_draft
 from places import GOLDEN
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig
 
-from eagle3.export.draft.dialects.dialect import EAGLE, EAGLE3, P_EAGLE
+from eagle3.export.draft.kinds import EAGLE, EAGLE3, P_EAGLE
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 from eagle3.export.planning.methods import draft_rows
 from eagle3.export.planning.pairing import check_pair
 from eagle3.targets.attention import EagerAttention

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_oracle import check_draft
 from eager import eager_session, eager_speculator
 from random_checkpoints import random_model, save_random_draft, save_random_mlp
 
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.kinds.eagle.windowed import windowed
+from eagle3.export.draft.kinds.eagle.description import windowed
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.rounds.loop import complete
 from eagle3.targets import TARGETS

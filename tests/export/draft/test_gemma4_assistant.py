@@ -9,6 +9,7 @@ import pytest
 import torch
 from assisted_generation import proposed
 from commands import fail_command, run_command
+from draft_oracle import check_draft
 from eager import eager_session
 from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
 from random_checkpoints import SIZE, random_assistant, random_model, save_random_assistant, save_random_draft
@@ -18,10 +19,9 @@ from transformers import Gemma4TextConfig, Gemma4UnifiedForCausalLM, Gemma4Unifi
 
 from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.kinds.gemma4_assistant import GEMMA4_ASSISTANT
+from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
 from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata, trace

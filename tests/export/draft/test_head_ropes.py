@@ -7,6 +7,7 @@ import pytest
 import torch
 from commands import fail_command
 from dialect_files import HIDDEN, LLAMA3, PEAGLE, norms, random_eagle, random_head, random_peagle, write
+from draft_oracle import check_draft
 from random_checkpoints import random_model
 
 from eagle3.export.cli import main
@@ -14,7 +15,6 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.configuration.hub_names import HubName
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE, RopeFlags
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 from eagle3.export.planning.plan import make_plan
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_oracle import check_draft
 from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
 from places import TESTS
 from random_checkpoints import random_model, save_random_mlp
@@ -15,10 +16,9 @@ from scripted import ThreeMethods
 from transformers import LlamaConfig
 
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.kinds.mlp_speculator import MLP_SPECULATOR
+from eagle3.export.draft.kinds import MLP_SPECULATOR
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata, trace

@@ -5,16 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mtp_heads import CASES, GOLDEN, ON_THE_CPU, OWN, drafter_of, plan_of, published, save_target, transformers_head
+from draft_oracle import check_draft
+from mtp_heads import CASES, GOLDEN, ON_THE_CPU, OWN, plan_of, published, save_target, transformers_head
+from mtp_oracle import drafter_of
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.cache_utils import DynamicCache
 
-from eagle3.export.draft.kinds.mtp import MTP
+from eagle3.export.draft.kinds import MTP
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 from eagle3.export.planning.pairing import check_pair
 from eagle3.export.planning.taps import choose_taps
 from eagle3.targets.attention import EagerAttention

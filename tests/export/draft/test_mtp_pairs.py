@@ -9,7 +9,8 @@ import torch
 from commands import fail_command, run_command
 from eager import eager_session
 from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
-from mtp_heads import CASES, GOLDEN, ON_THE_CPU, changed, drafter_of, plan_of, save_target, transformers_head
+from mtp_heads import CASES, GOLDEN, ON_THE_CPU, changed, plan_of, save_target, transformers_head
+from mtp_oracle import drafter_of
 from random_checkpoints import random_model, save_random_draft
 from safetensors.torch import load_file
 from scripted import ThreeMethods
@@ -19,7 +20,7 @@ from transformers.modeling_layers import MtpModel
 
 from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.kinds.mtp import MTP
+from eagle3.export.draft.kinds import MTP
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.exporting import prepare
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda

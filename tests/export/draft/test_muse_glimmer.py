@@ -10,7 +10,7 @@ from transformers import MuseGlimmerForConditionalGeneration
 from transformers.models.muse_glimmer.configuration_muse_glimmer import MuseGlimmerConfig, MuseGlimmerTextConfig
 
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.kinds.dflash import DFLASH
+from eagle3.export.draft.kinds import DFLASH
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize

@@ -17,9 +17,9 @@ from dialect_files import (
     without,
     write,
 )
+from draft_oracle import check_draft
 
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 
 
 def refusal(call, *args) -> str:

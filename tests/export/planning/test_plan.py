@@ -12,7 +12,7 @@ from transformers import Gemma4TextConfig, Qwen3NextConfig
 from eagle3.export.checkpoints.target_config import special_ids
 from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.configuration.config import ExportConfig
-from eagle3.export.draft.dialects.dialect import P_EAGLE
+from eagle3.export.draft.kinds import P_EAGLE
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.memory import state_bytes
 from eagle3.export.planning.methods import fused_rounds, plan_methods

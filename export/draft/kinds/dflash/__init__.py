@@ -3,7 +3,3 @@ block is the anchor followed by mask tokens. Its rows attend to each other, and 
 computes from the target's taps. Source: arXiv 2602.06036; speculators' classes of the same names, whose outputs are in
 tests/golden/dflash; z-lab's ``dflash/model.py`` for the files of its own dialect.
 """
-
-from eagle3.export.draft.kinds.dflash.variants import DFLASH, DFLASH2, DOMINO, DSPARK, KINDS, XPRESS
-
-__all__ = ["DFLASH", "DFLASH2", "DOMINO", "DSPARK", "KINDS", "XPRESS"]

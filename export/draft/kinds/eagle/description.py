@@ -1,10 +1,11 @@
 """The description of an EAGLE head, independent of how its checkpoint is written."""
 
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from eagle3.export.draft.common.description import DraftDescription
-from eagle3.export.draft.dialects.dialect import EAGLE, P_EAGLE
+from eagle3.export.draft.kinds import EAGLE, P_EAGLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDescription(DraftDescription):
-    """The description of an EAGLE-3, P-EAGLE or EAGLE head of any dialect, from which ``DraftHead`` is made. ``layer``
+    """The description of an EAGLE-3, P-EAGLE or EAGLE head of any dialect, from which ``Head`` is made. ``layer``
     is a ``LlamaConfig`` whose ``head_dim`` is derived from the tensors."""
 
     layer: "PreTrainedConfig"
@@ -48,3 +49,23 @@ class EagleDescription(DraftDescription):
 
     def fused_rows(self, chain_len: int) -> int:
         return 2 * chain_len if self.kind == P_EAGLE else chain_len + 1
+
+
+def windowed(draft: DraftDescription, window: int) -> DraftDescription:
+    """Return the head as if ``sliding_window`` in its ``config.json`` were ``window`` tokens, for all layers.
+
+    Raises ValueError for a head without full attention.
+    """
+    if not isinstance(draft, EagleDescription):
+        raise ValueError(
+            f"--draft-window {window} is for EAGLE heads, but {draft.folder} is a head of the kind {draft.kind}: leave "
+            "it out"
+        )
+    if any(draft.windows):
+        raise ValueError(
+            f"--draft-window {window}: the head was trained with a sliding window of {draft.window} tokens, which the "
+            "export keeps: leave it out"
+        )
+    layer = deepcopy(draft.layer)
+    layer.layer_types, layer.sliding_window = ["sliding_attention"] * draft.layers, window
+    return replace(draft, layer=layer, windows=(window,) * draft.layers)

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.draft.common.head import CachedHead
-from eagle3.export.draft.dialects.dialect import EAGLE, P_EAGLE
+from eagle3.export.draft.kinds import EAGLE, P_EAGLE
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
-from eagle3.export.draft.kinds.eagle.gemma4_layer import Gemma4DraftLayer
-from eagle3.export.draft.kinds.eagle.layers import DraftLayer, Keep, RMSNorm, rotary_table
+from eagle3.export.draft.kinds.eagle.layers import DraftLayer, Gemma4DraftLayer, Keep, RMSNorm, rotary_table
 from eagle3.export.draft.kinds.eagle.tensor_names import MASK
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, KVCacheShape, ring_window
 from eagle3.targets.softcap import softcapped
 
 
-class DraftHead(CachedHead):
+class Head(CachedHead):
     """An EAGLE head. Draft slot p pairs the target's feature at p with token p + 1.
 
     ``proposals`` is the number of tokens that one forward proposes: K for a P-EAGLE, otherwise 1.

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import Gemma4TextConfig, LlamaConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
 from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from eagle3.export.draft.dialects.dialect import EAGLE
+from eagle3.export.draft.kinds import EAGLE
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.targets.attention import HF_ATTENTION
 
@@ -104,3 +105,45 @@ def _config(draft: EagleDescription) -> LlamaConfig:
     config.layer_types, config.sliding_window = ["full_attention"], None  # kv_attention applies the window
     config.use_qk_norm = draft.has("layers.0.self_attn.q_norm")
     return config
+
+
+class Gemma4DraftLayer(DraftLayer):
+    """The only layer of a DeepSpec EAGLE-3 head for Gemma 4."""
+
+    layer_scalar: Tensor
+
+    def __init__(self, draft: EagleDescription, index: int):
+        super().__init__(draft, index)
+        size, eps = draft.hidden_size, draft.layer.rms_norm_eps
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.register_buffer("layer_scalar", torch.empty(1))
+
+    def attention_of(self, draft: EagleDescription, where: str) -> Gemma4TextAttention:
+        layer = draft.layer
+        config = Gemma4TextConfig(
+            hidden_size=layer.hidden_size,
+            num_hidden_layers=1,
+            layer_types=["full_attention"],
+            num_attention_heads=layer.num_attention_heads,
+            num_key_value_heads=layer.num_key_value_heads,
+            num_global_key_value_heads=layer.num_key_value_heads,
+            head_dim=layer.head_dim,
+            global_head_dim=layer.head_dim,
+            num_kv_shared_layers=0,
+            attention_k_eq_v=not draft.has(f"{where}.self_attn.v_proj"),
+            rms_norm_eps=layer.rms_norm_eps,
+        )
+        config._attn_implementation = HF_ATTENTION
+        return Gemma4TextAttention(config, layer_idx=0)
+
+    def forward(self, embedding: Tensor, feature: Tensor, keep: Keep | None, **attention: Any) -> Tensor:
+        """Compute embedding (scaled) and feature, each [1, T, H] -> [1, T, H], or only the rows that ``keep``
+        selects."""
+        assert self.input_layernorm is not None and self.hidden_norm is not None, "a first layer has both"
+        both = torch.cat((self.input_layernorm(embedding), self.hidden_norm(feature)), dim=-1)
+        attended, _ = self.self_attn(both, shared_kv_states={}, **attention)
+        if keep:
+            feature, attended = keep(feature), keep(attended)
+        x = feature + self.post_attention_layernorm(attended)
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x * self.layer_scalar

@@ -1,14 +1,17 @@
 """Reads a checkpoint of an assistant, as transformers' ``Gemma4AssistantForCausalLM`` saves it."""
 
 import re
+from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.checkpoints.json_fields import count, number, read_object
+from eagle3.export.checkpoints.json_fields import Fields, read_object
 from eagle3.export.checkpoints.source import Source
 from eagle3.export.draft.common.description import DraftDescription
-from eagle3.export.draft.kinds.gemma4_assistant import GEMMA4_ASSISTANT
+from eagle3.export.draft.common.field import STATE, Field, HeadReading, flag_field, parse_float
+from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -41,12 +44,12 @@ class AssistantDescription(DraftDescription):
         return self.config.use_ordered_embeddings
 
 
-def read(folder: Path, config: dict[str, Any], source: Source) -> AssistantDescription:
-    """Describe the assistant in ``folder``. Raises ValueError with one line if transformers cannot read its
-    ``config.json`` as an assistant, or if a tensor occurs twice."""
-    whole = _configuration(folder)
+def read(fields: Fields, source: Source) -> AssistantDescription:
+    """Describe the assistant with the configuration ``fields``. Raises ValueError with one line if transformers cannot
+    read its ``config.json`` as an assistant, or if a tensor occurs twice."""
+    whole = _configuration(fields.file.parent)
     text, headers = whole.get_text_config(), source.headers()
-    number(vars(text), "rms_norm_eps", None, folder / "config.json", most=1)
+    Fields(fields.file, vars(text)).number("rms_norm_eps", most=1)
     vocabulary = "embed_tokens.weight" if whole.use_ordered_embeddings else LM_HEAD
     given = EMBEDDING if whole.tie_word_embeddings and EMBEDDING in headers else LM_HEAD
     left_out = {EMBEDDING, LM_HEAD} - {given}  # a tied copy or an unused embedding
@@ -61,7 +64,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> AssistantDescr
         tensor_names=names,
         headers={own: headers[name] for name, own in names.items()},
         target_vocab_size=text.vocab_size,
-        chain_len=_chain_len(folder, config),
+        chain_len=_chain_len(fields),
     )
 
 
@@ -94,8 +97,106 @@ def _configuration(folder: Path) -> "PreTrainedConfig":
     return config
 
 
-def _chain_len(folder: Path, config: dict[str, Any]) -> int:
+def _chain_len(fields: Fields) -> int:
     """Return the draft tokens a round that the folder suggests, by default 3."""
-    file = folder / "generation_config.json"
-    given = read_object(file) if file.is_file() else config
-    return count(given, "num_assistant_tokens", 3, file)
+    file = fields.file.with_name("generation_config.json")
+    given = Fields(file, read_object(file) if file.is_file() else fields)
+    return given.count("num_assistant_tokens", 3)
+
+
+def check_pair(
+    draft: AssistantDescription, target_config: "PreTrainedConfig", _taps: tuple[int, ...], _trained_for: str
+) -> None:
+    """Raise ValueError if the head cannot belong to the target; the message has both values."""
+    other = "likely not a matched pair: type --draft with the assistant of this target"
+    if not target_config.model_type.startswith("gemma4"):
+        raise ValueError(f"the draft is a Gemma 4 assistant, but the target is a {target_config.model_type}: {other}")
+    if draft.hidden_size != target_config.hidden_size:
+        raise ValueError(
+            f"the draft takes states of {draft.hidden_size} (backbone_hidden_size), but the target's hidden size is "
+            f"{target_config.hidden_size}: {other}"
+        )
+    for kind in sorted(set(draft.layer.layer_types)):
+        kept = _attended(target_config, kind, target_config.num_hidden_layers - _sharing(target_config))
+        if kept is None:
+            raise ValueError(f"the draft has layers of {kind}, but the target keeps no keys of that kind: {other}")
+        for what, value in (_attended(draft.layer, kind, draft.layer.num_hidden_layers) or {}).items():
+            if value != kept[what]:
+                raise ValueError(
+                    f"the draft attends to keys of {kind} with {what} {value}, but the target's have {kept[what]}: "
+                    f"{other}"
+                )
+    if draft.ordered:
+        _check_ordering(draft)
+
+
+def _sharing(config: Any) -> int:  # noqa: ANN401 - transformers' text configuration
+    """Return the number of layers, at the end of the model, that use other layers' keys."""
+    return getattr(config, "num_kv_shared_layers", 0) or 0
+
+
+def _attended(config: Any, kind: str, layers: int) -> dict[str, Any] | None:  # noqa: ANN401
+    """Return the properties of the keys to which layers of a kind attend; None if the first ``layers`` layers have none
+    of that kind."""
+    found = [index for index in range(layers) if config.layer_types[index] == kind]
+    if not found:
+        return None
+    layer, rope = config.per_layer_config[found[-1]], config.rope_parameters[kind]
+    return {
+        "num_key_value_heads": layer.num_key_value_heads,
+        "head_dim": layer.head_dim,
+        "sliding_window": config.sliding_window if kind == "sliding_attention" else None,
+        **{f"{key} in rope_parameters": rope.get(key) for key in ("rope_type", "rope_theta", "partial_rotary_factor")},
+    }
+
+
+def _check_ordering(draft: AssistantDescription) -> None:
+    tokens, centroids = draft.layer.vocab_size, draft.config.num_centroids
+    if tokens % centroids or draft.config.centroid_intermediate_top_k > centroids:
+        raise ValueError(
+            f"{draft.folder}: num_centroids {centroids} must divide vocab_size {tokens} and be at least "
+            f"centroid_intermediate_top_k {draft.config.centroid_intermediate_top_k}: correct config.json"
+        )
+    if "token_ordering" not in draft.headers:
+        return  # reported with all other missing tensors
+    ids = draft.source.tensor(ORDERING).long()
+    if ids.sort().values.tolist() != list(range(tokens)):
+        raise ValueError(
+            f"{draft.folder}: {ORDERING} has {ids.unique().numel()} different ids from {int(ids.min())} to "
+            f"{int(ids.max())}, but must be a permutation of 0..{tokens - 1}: does a shard belong to another head?"
+        )
+
+
+def _theta_of(kind: str) -> Field:
+    """Return the field for the RoPE base of all layers with this kind of attention."""
+
+    def rope(reading: HeadReading) -> dict[str, Any]:
+        return reading.draft.layer.rope_parameters.get(kind) or {}
+
+    def applied(reading: HeadReading, theta: float) -> HeadReading:
+        layer = deepcopy(reading.draft.layer)
+        layer.rope_parameters[kind]["rope_theta"] = theta
+        return reading.with_draft(layer=layer)
+
+    def others(reading: HeadReading) -> Iterable[float]:
+        theirs = (getattr(reading.target, "rope_parameters", None) or {}).get(kind) or {}
+        found = (theirs.get("rope_theta"), 10_000.0, 1_000_000.0)
+        now = rope(reading).get("rope_theta")
+        return [float(theta) for theta in dict.fromkeys(found) if theta and theta != now]
+
+    return Field(
+        f"rope_theta_{kind.removesuffix('_attention')}",
+        parse_float,
+        lambda reading: rope(reading).get("rope_theta"),
+        applied,
+        others,
+        keys=("rope_parameters", "rope_theta"),
+    )
+
+
+FIELDS: tuple[Field, ...] = (
+    STATE,
+    flag_field("embeds_as_target", "embeds_as_target"),
+    _theta_of("sliding_attention"),
+    _theta_of("full_attention"),
+)

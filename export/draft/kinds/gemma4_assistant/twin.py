@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.checkpoints.json_fields import read_object
-from eagle3.export.draft.common.loading import load_head
+from eagle3.export.checkpoints.json_fields import Fields, read_object
+from eagle3.export.draft.common.head import load_head
 from eagle3.export.draft.kinds.gemma4_assistant.head import Head
 from eagle3.export.draft.kinds.gemma4_assistant.reading import LM_HEAD, AssistantDescription, read
 from eagle3.export.patching.patches import original, replaced
@@ -30,14 +30,15 @@ CENTROIDS, CHOSEN = 20, 6
 KV_SHARING = "transformers.models.gemma4.configuration_gemma4.Gemma4TextConfig.kv_sharing_modes"
 
 
-def compare(draft: AssistantDescription, _taps: int, _overridden: bool | None = None, seed: int = 0) -> Comparison:
+def compare(draft: AssistantDescription, _taps: int = 0, _overridden: bool | None = None, seed: int = 0) -> Comparison:
     with torch.no_grad(), twin_folder() as folder, states_are_shared(type(draft.layer)):
         reference = small_reference(draft, seed)
         left_out = {LM_HEAD} if draft.config.tie_word_embeddings else set()
         tensors = {name: value for name, value in reference.state_dict().items() if name not in left_out}
-        reference.config.to_json_file(folder / "config.json", use_diff=False)
+        file = folder / "config.json"
+        reference.config.to_json_file(file, use_diff=False)
         save_file(tensors, folder / "model.safetensors")
-        twin = read(folder, read_object(folder / "config.json"), open_source(folder))
+        twin = read(Fields(file, read_object(file)), open_source(folder))
         length = prompt_length(twin.layer.to_dict()) + CHUNK
         target: Any = StandIn(twin, length + WRONG, torch.Generator().manual_seed(seed))
         head = load_head(Head, twin, length + WRONG, torch.float32, EagerAttention, target)

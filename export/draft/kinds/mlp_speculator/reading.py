@@ -2,19 +2,20 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from eagle3.export.checkpoints.json_fields import boolean, count
+from eagle3.export.checkpoints.json_fields import Fields
 from eagle3.export.checkpoints.source import Source
+from eagle3.export.draft.common.checks import check_named_once
 from eagle3.export.draft.common.description import DraftDescription
-from eagle3.export.draft.common.tensor_names import check_named_once
-from eagle3.export.draft.kinds.mlp_speculator import MLP_SPECULATOR
+from eagle3.export.draft.common.field import STATE
+from eagle3.export.draft.kinds import MLP_SPECULATOR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 EPSILON = 1e-6
+FIELDS = (STATE,)
 _ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 _STAGE = re.compile(r"(?:emb|ln|head|proj)\.(\d+)\.")
 _NAMES = {
@@ -50,21 +51,21 @@ class SpeculatorDescription(DraftDescription):
         return chain_len
 
 
-def read(folder: Path, config: dict[str, Any], source: Source) -> SpeculatorDescription:
-    """Describe the speculator in ``folder``. Raises ValueError with one line."""
+def read(config: Fields, source: Source) -> SpeculatorDescription:
+    """Describe the speculator with the configuration ``config``. Raises ValueError with one line."""
     from transformers import PreTrainedConfig
 
-    file = folder / "config.json"
+    file, folder = config.file, config.file.parent
     named = config.get("architectures") or [_ARCHITECTURE]
     if _ARCHITECTURE not in named:
         raise ValueError(
             f"{file} has the architecture {', '.join(named)}, but the only MLP speculator that is read is "
             f"{_ARCHITECTURE}"
         )
-    tied = boolean(config, "tie_weights", False, file)  # the first projection is never tied
-    stages = count(config, "n_predict", 3, file, least=2 if tied else 1)
-    width, vocabulary = count(config, "emb_dim", 4096, file), count(config, "vocab_size", 32000, file)
-    inner = count(config, "inner_dim", 0, file, least=0) or width
+    tied = config.boolean("tie_weights", False)  # the first projection is never tied
+    stages = config.count("n_predict", 3, least=2 if tied else 1)
+    width, vocabulary = config.count("emb_dim", 4096), config.count("vocab_size", 32000)
+    inner = config.count("inner_dim", 0, least=0) or width
     headers = source.headers()
     names = {name: name.removeprefix("speculator.") for name in headers}
     names = {name: own for name, own in names.items() if not (tied and _is_copy(own))}
@@ -82,7 +83,7 @@ def read(folder: Path, config: dict[str, Any], source: Source) -> SpeculatorDesc
         stages=stages,
         width=width,
         tied=tied,
-        scales_input=boolean(config, "scale_input", False, file),
+        scales_input=config.boolean("scale_input", False),
     )
 
 

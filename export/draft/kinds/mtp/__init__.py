@@ -18,18 +18,3 @@ embedding of slot 0 by zeros; the others and this package do not, since it affec
 rotated by p, as in vLLM; transformers rotates by p + 1, which is equivalent, since only differences matter. vLLM fed x
 instead of f' to later steps before its pull request 45895.
 """
-
-from eagle3.export.draft.common.kind import Kind
-
-MTP = "MTP"
-_PARTS = "eagle3.export.draft.kinds.mtp.parts"
-
-KINDS: dict[str, Kind] = {
-    MTP: Kind(
-        "the target's last state; a KV cache of its own; a step for each proposal. --draft mtp: the target's own layer",
-        _PARTS,
-        published=("zai-org/GLM-4.5", "zai-org/GLM-4.7-Flash", "deepseek-ai/DeepSeek-V3"),
-        speculators_type="mtp",
-        architectures="^MTPDraftModel",
-    ),
-}

@@ -2,7 +2,7 @@
 tensors. ``head.py`` computes it."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from eagle3.export.checkpoints import open_source
@@ -63,15 +63,6 @@ def has_target_layers(names: Collection[str]) -> bool:
     return sum(f"{layer}eh_proj.weight" not in names for layer in layers) > 1
 
 
-def own_naming(names: Collection[str], layers: int) -> Callable[[str], str]:
-    """Return a function that maps the head's names to the names in a target's checkpoint with ``layers`` layers.
-    ``names`` shows which naming the checkpoint has."""
-    if any(name.startswith("mtp.") for name in names):
-        return lambda name: renamed(name, inverse(OF_QWEN))
-    ours = inverse(OF_DEEPSEEK) | {"layers.0.": ""}
-    return lambda name: f"model.layers.{layers}.{renamed(name, ours)}"
-
-
 def renamed(name: str, names: Mapping[str, str], otherwise: str = "") -> str:
     """Return ``name`` with its prefix replaced as ``names`` says, or with ``otherwise`` put in front if no prefix
     matches."""
@@ -79,7 +70,3 @@ def renamed(name: str, names: Mapping[str, str], otherwise: str = "") -> str:
         if name.startswith(before):
             return after + name.removeprefix(before)
     return otherwise + name
-
-
-def inverse(names: Mapping[str, str]) -> dict[str, str]:
-    return {after: before for before, after in names.items()}

@@ -1,28 +1,29 @@
 """Reads an MTP head, as speculators saves it or from its target's own checkpoint."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from eagle3.export.checkpoints.json_fields import count, nested, number
+from eagle3.export.checkpoints.json_fields import Fields
 from eagle3.export.checkpoints.rope import check_rope
 from eagle3.export.checkpoints.source import Source
 from eagle3.export.draft.common.description import DraftDescription
-from eagle3.export.draft.common.rope import one_rope
-from eagle3.export.draft.dialects import DIALECTS
-from eagle3.export.draft.kinds.mtp import MTP
-from eagle3.export.draft.kinds.mtp.own_layer import MODEL_TYPES, inverse, mtp_tensor, own_names, own_naming, renamed
+from eagle3.export.draft.common.field import STATE
+from eagle3.export.draft.common.layer_config import one_rope
+from eagle3.export.draft.common.speculators import ROPE_OF, SPECULATORS, layer_fields, proposal_of
+from eagle3.export.draft.kinds import MTP
+from eagle3.export.draft.kinds.mtp.own_layer import MODEL_TYPES, mtp_tensor, own_names, renamed
 from eagle3.export.draft.kinds.mtp.tensors import LayerTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-SPECULATORS, OWN = "speculators", "the target's own checkpoint"
-KEYS, COUNT = "transformer_layer_config", "num_nextn_predict_layers"
+OWN, COUNT = "the target's own checkpoint", "num_nextn_predict_layers"
+FIELDS = (STATE,)
 _HYBRID = re.compile(r"qwen3_next|qwen3_5")
-_NAMES = {
+NAMES = {
     "mtp_layers.0.token_layernorm.": "enorm.",
     "mtp_layers.0.hidden_layernorm.": "hnorm.",
     "mtp_layers.0.input_proj.": "eh_proj.",
@@ -53,29 +54,25 @@ class MTPDescription(DraftDescription):
         return super().key_size
 
 
-def read(folder: Path, config: dict[str, Any], source: Source) -> MTPDescription:
-    """Describe the head in ``folder``, a checkpoint of speculators' ``MTPDraftModel``. Raises ValueError with one
-    line."""
-    file, headers = folder / "config.json", source.headers()
-    fields = nested(config, KEYS, file)
-    if not fields:
-        raise ValueError(f"{file} has no {KEYS}, as a head of speculators has: correct it")
+def read(config: Fields, source: Source) -> MTPDescription:
+    """Describe the head with the configuration ``config``, a checkpoint of speculators' ``MTPDraftModel``. Raises
+    ValueError with one line."""
+    file, headers, fields = config.file, source.headers(), layer_fields(config)
     model_type = fields.get("model_type", "qwen2")  # speculators' default
     if model_type != "qwen3":
         reason = "hybrid layers (linear attention)" if _HYBRID.match(str(model_type)) else "layers of no known kind"
         raise ValueError(
-            f"{folder} is an MTP head of a {model_type} model, which has {reason}: of speculators' MTP heads only "
+            f"{file.parent} is an MTP head of a {model_type} model, which has {reason}: of speculators' MTP heads only "
             "qwen3 is supported"
         )
-    fields = one_rope(fields, DIALECTS[SPECULATORS].takes_rope_of, file)
-    layer, proposal = _layer(file, fields), DIALECTS[SPECULATORS].proposal(config, file)
+    layer, proposal = _layer(one_rope(fields, ROPE_OF)), proposal_of(config)
     if (layer.layer_types or ["full_attention"])[0] != "full_attention":
         raise ValueError(
             f"{file}: the first of layer_types is {layer.layer_types[0]}, which speculators' head computes as full "
             "attention and vLLM does not: not supported"
         )
-    _check_count(config, file)
-    names = {name: renamed(name, _NAMES) for name in headers if name != _UNREAD}
+    _check_count(config)
+    names = {name: renamed(name, NAMES) for name in headers if name != _UNREAD}
     return MTPDescription(
         kind=MTP,
         dialect=SPECULATORS,
@@ -103,7 +100,7 @@ def read_own(source: Source, names: Mapping[str, str], config: "PreTrainedConfig
 
     Raises ValueError with one line for more than one such layer, and for missing experts.
     """
-    _check_count(config.to_dict(), folder / "config.json")
+    _check_count(Fields(folder / "config.json", config.to_dict()))
     tensors = LayerTensors(source, names, config)
     headers = tensors.headers()
     return MTPDescription(
@@ -141,14 +138,6 @@ def read_own_layer(source: Source, config: "PreTrainedConfig", folder: Path) -> 
     return read_own(source, names, config, folder)
 
 
-def checkpoint_naming(draft: MTPDescription, layers: int) -> Callable[[str], str]:
-    """Return a function that maps the head's names to those of a checkpoint of the same form as the checkpoint of
-    ``draft``, for a target of ``layers`` layers."""
-    if isinstance(draft.source, LayerTensors):
-        return own_naming(draft.source.names, layers)
-    return lambda name: renamed(name, inverse(_NAMES))
-
-
 def check_pair(
     draft: MTPDescription, target_config: "PreTrainedConfig", taps: tuple[int, ...], trained_for: str
 ) -> None:
@@ -169,23 +158,23 @@ def check_pair(
         )
 
 
-def _check_count(config: Mapping[str, Any], file: Path) -> None:
-    others = next((name for name in ("num_mtp_layers", "mtp_num_hidden_layers") if name in config), COUNT)
-    layers = count(config, COUNT, count(config, others, 1, file, least=0), file, least=0)
+def _check_count(fields: Fields) -> None:
+    others = next((name for name in ("num_mtp_layers", "mtp_num_hidden_layers") if name in fields), COUNT)
+    layers = fields.count(COUNT, fields.count(others, 1, least=0), least=0)
     if layers != 1:
-        raise ValueError(f"{file}: {COUNT} is {layers}, but only MTP heads of one layer are supported")
+        raise ValueError(f"{fields.file}: {COUNT} is {layers}, but only MTP heads of one layer are supported")
 
 
-def _layer(file: Path, fields: dict[str, Any]) -> "PreTrainedConfig":
+def _layer(fields: Fields) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
-    number(fields, "rms_norm_eps", None, file, most=1)
+    fields.number("rms_norm_eps", most=1)
     try:
         config = AutoConfig.for_model(**fields)
     except Exception as error:  # transformers validates field by field, with errors of its own kinds
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"{file}: transformers cannot build a decoder layer from it ({reason[:200]}): correct it"
+            f"{fields.file}: transformers cannot build a decoder layer from it ({reason[:200]}): correct it"
         ) from error
-    check_rope(config, str(file))
+    check_rope(config, str(fields.file))
     return config
