@@ -11,13 +11,13 @@ DeepSpec, and of heads on the hub, read 2026-11.
 import json
 
 import pytest
+from draft_oracle import check_draft
 from places import GOLDEN
 from survey_targets import save_zeros
 
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.export.draft.kinds.eagle.rope_reading import BASE_DOUBT
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.draft.twin import check_draft
 
 ONE_OF_EACH = (
     "AngelSlim: qwen3-4B",
