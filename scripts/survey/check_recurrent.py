@@ -5,8 +5,8 @@
 Each family is a random model of a few layers (``tests/helpers/family_configs.py``), saved in float32 and in bfloat16.
 The artifact continues three texts: one of fewer rows than a window, one of several chunks, and one that passes the
 sliding windows. It then plays a dialogue whose second turn keeps the whole first one, and whose third turn edits the
-answer before. The right tokens are the greedy ones of transformers' model, which computes the whole text for each. ``--eager`` runs the
-module that would be lowered, which takes seconds instead of minutes.
+answer before. The right tokens are the greedy ones of transformers' model, which computes the whole text for each.
+``--eager`` runs the module that would be lowered, which takes seconds instead of minutes.
 """
 
 import argparse
