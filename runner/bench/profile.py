@@ -49,7 +49,7 @@ def profile(path: Path) -> dict[str, Any]:
     """
     artifact = open_artifact(path)
     if artifact.is_cuda:
-        advice = "for a CUDA artifact type eagle3-inspect --cost"
+        advice = "scripts/gpu/gpu_check.py times a CUDA artifact"
         raise ValueError(f"--profile takes ExecuTorch's trace of XNNPACK, {artifact.model} has none: {advice}")
     session, pte = open_session(artifact), read_pte(artifact.model)
     multiply_adds_a_ms = multiply_rate()

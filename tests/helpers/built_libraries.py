@@ -33,13 +33,14 @@ def build(kernel, types, constants, warps, arch="sm_90", registers=None):
 
 def launch(**changed):
     return {
-        "kernel": "_int4_small_m_kernel_0",
+        "kernel": "int4_small_m_kernel_0",
         "grid": [400, 1, 1],
         "threads": 128,
         "shared_bytes": 40 << 10,
         "weight_bytes": 10**9,
         "buffer_bytes": [],
-        "products": {"weights": 8192, "multiply_adds": 8192, "iterations": 1000},
+        "constants": {"N": 32000, "K": 256, "BLOCK_N": 64, "BLOCK_K": 128, "BLOCK_M": 1},  # 1,000 iterations
+        "arguments": {},
         "count": 2,
     } | changed
 

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import torch
 import triton
 from kernel_faults import kernels_alone
+from machine_code.barriers import faults
 from triton._C.libtriton import ir
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime import driver
@@ -35,7 +36,6 @@ from eagle3.export.lowering.cuda.kernels import (
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU, counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.runner.hardware.gpus import BY_ARCH
-from eagle3.runner.inspect.machine_code.barriers import faults
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int8: "*i8",

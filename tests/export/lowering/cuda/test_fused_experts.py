@@ -14,6 +14,7 @@ from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.lowered_backend_module import LoweredBackendModule
+from machine_code.runtime_symbols import lacking
 from random_checkpoints import FAMILIES, SIZE
 from torch import nn
 from torch._inductor import config as inductor
@@ -33,7 +34,6 @@ from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.weights import experts as fused
 from eagle3.export.lowering.cuda.weights.quantization import check_recipe, fitted_recipe, quantize
 from eagle3.runner.artifact.cuda_library import read_library
-from eagle3.runner.inspect.machine_code.runtime_symbols import lacking
 from eagle3.targets.decoder_layers import skeleton
 from eagle3.targets.experts import Experts
 

@@ -8,6 +8,7 @@ from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from kernel_usage import SHARED, usage
+from machine_code.ptx import SECTOR, WARP, loads
 from matmul_parts import Int4Linear, assert_product, parts
 from small_m_weights import activations, int4_weight
 from torch import Tensor
@@ -20,7 +21,6 @@ from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, large_m, small_m, sums
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.runner.hardware.gpus import BY_ARCH
-from eagle3.runner.inspect.machine_code.ptx import SECTOR, WARP, loads
 
 WGMMA, PLAIN, OTHER = "wgmma", "the same grid without wgmma", "another GPU"
 FORMS = [WGMMA, PLAIN, OTHER]

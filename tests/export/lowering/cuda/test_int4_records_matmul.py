@@ -4,6 +4,7 @@ GPU."""
 import pytest
 import torch
 from kernel_usage import SHARED, usage
+from machine_code.ptx import SECTOR, WARP, loads
 from matmul_parts import assert_product, parts
 from small_m_weights import activations, int4_weight
 from torch import Tensor
@@ -20,7 +21,6 @@ from eagle3.export.lowering.cuda.kernels import (
     sums,
 )
 from eagle3.export.lowering.cuda.kernels.record_layout import dequantized, records
-from eagle3.runner.inspect.machine_code.ptx import SECTOR, WARP, loads
 
 
 def product(x: Tensor, packed: Tensor, most_rows: int = 8, count: int | None = None, arrived: Tensor | None = None):
