@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from eagle3.export.lowering.cuda.kernels.int4 import TILE as INT4_TILE
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import TILE as INT4_TILE
 from eagle3.export.lowering.cuda.kernels.recurrent import CHUNK_WARPS
 from eagle3.export.lowering.cuda.kernels.sums import Division
 from eagle3.targets.spec import ROLLBACK_ROWS

@@ -4,7 +4,8 @@ import torch
 import triton
 from triton.runtime import driver
 
-from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m
+from eagle3.export.lowering.cuda.kernels import bf16, k_quants, small_m
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.runner.hardware.gpus import BY_ARCH

@@ -23,7 +23,10 @@ from places import HELPERS
 from small_tournament import LINEARS
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_matmul, int4_records, large_m, small_m, sums
+from eagle3.export.lowering.cuda.kernels import bf16, large_m, small_m, sums
+from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
+from eagle3.export.lowering.cuda.kernels.int4.tiles import matmul as int4_matmul
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,15 @@ from triton_interpreter import interpreted
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
-from eagle3.export.lowering.cuda.kernels import choices, int4, int4_experts, int8_experts, small_m, sorted_experts, sums
+from eagle3.export.lowering.cuda.kernels import (
+    choices,
+    int4_experts,
+    int8_experts,
+    small_m,
+    sorted_experts,
+    sums,
+)
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.weights import experts as fused

@@ -106,7 +106,7 @@ GROUPS = {(5376, 32): 7.5, (5376, 5376): 5.4, (2880, 32): 7.5}
 """Instructions a weight at most, by K and group."""
 
 
-COMPILED = [(arch, 5376, 32) for arch in (80, 86, 89, 90, 100, 120)]
+COMPILED = [(arch, 5376, 32) for arch in (80, 89, 90, 100, 120)]
 COMPILED += [(arch, *sizes) for arch in (80, 90) for sizes in ((5376, 5376), (2880, 32))]
 
 
