@@ -14,7 +14,6 @@ from eagle3.export.configuration.config import (
     EMBEDDING_RECIPES,
     INT4_LAYOUTS,
     KV_CACHES,
-    LAUNCH_ORDERS,
     LONGEST_CHAIN,
     ExportConfig,
 )
@@ -33,7 +32,7 @@ Examples:
   eagle3-export --target-model gemma4-tiny --backend xnnpack
   eagle3-export --target-model gemma4-31B --dry-run
   eagle3-export --target-model gemma4-31B --cuda-arch sm_90 --download
-  eagle3-export --target-model gemma4-31B --cuda-arch sm_90 --int4-layout records-prefetched --launches early
+  eagle3-export --target-model gemma4-31B --cuda-arch sm_90 --int4-layout records
   eagle3-export --checkpoint Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3 --backend xnnpack --qlinear 8da4w
   eagle3-export --target-model gemma4-31B --random-weights --layers 6 --cuda-arch sm_90
   eagle3-export --target-model llama3.1-8B --checkpoint my-llama --draft 2 --output-dir out
@@ -204,14 +203,7 @@ HEADINGS = {
     "--int4-layout",
     type=click.Choice(INT4_LAYOUTS),
     help="How INT4 weights are stored on cuda, and so which kernels read them: records take fewer instructions a "
-    "weight; records-prefetched, for sm_90 and later, also bring the next matmul's weights into L2. Neither was timed. "
-    "Default: tiles.",
-)
-@click.option(
-    "--launches",
-    type=click.Choice(LAUNCH_ORDERS),
-    help="How kernels start on cuda: early, before the kernel in front has ended, for sm_90 and later; never timed. "
-    "Default: in-order.",
+    "weight; from sm_90 on kernels also begin early and bring weights into L2. Never timed. Default: tiles.",
 )
 @click.option(
     "--aux-layers",

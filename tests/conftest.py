@@ -264,7 +264,7 @@ def cuda_artifact(request):
 
 @pytest.fixture(scope="session")
 def records_artifact(request):
-    """gemma4-tiny as in ``cuda_artifact``, with its INT4 weights in records, prefetches into L2 and early launches, and
+    """gemma4-tiny as in ``cuda_artifact``, with its INT4 weights in records, requests to L2 and early launches, and
     without ``speculate``."""
     return request.config.stash[BEFOREHAND]["records_artifact"]
 

@@ -18,10 +18,8 @@ XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
 GROUPED = "8da4w"  # in this recipe groups of inputs share a scale; 8da8w has one scale for each row
 EMBEDDING_RECIPES = ("none", "8w")
 KV_CACHES = ("bfloat16", "int8")
-PREFETCHED = "records-prefetched"
-"""The layout of records, whose kernels also ask L2 for weights before they need them."""
-INT4_LAYOUTS = ("tiles", "records", PREFETCHED)
-LAUNCH_ORDERS = ("in-order", "early")
+INT4_LAYOUTS = ("tiles", "records")
+"""The names of ``LAYOUTS`` (``lowering/cuda/kernels/int4/layouts.py``), the default first."""
 LONGEST_CHAIN = 15
 """The most draft tokens of a round; a verify window has one row more."""
 
@@ -47,7 +45,6 @@ class ExportConfig:
     group_size: int | None = None
     kv_cache: str | None = None
     int4_layout: str | None = None
-    launches: str | None = None
     aux_layers: tuple[int, ...] | None = None
     aux_convention: str | None = None
     draft_dialect: str | None = None
@@ -88,21 +85,6 @@ class ExportConfig:
     def int8_caches(self) -> bool:
         """True if the target's layers of full attention keep keys and values in 8 bits."""
         return self.kv_cache == "int8"
-
-    @property
-    def in_records(self) -> bool:
-        """True if INT4 weights are packed into records, as far as these can hold them."""
-        return self.int4_layout in INT4_LAYOUTS[1:]
-
-    @property
-    def prefetches_weights(self) -> bool:
-        """True if a matmul over records asks L2 for the weights of the next one, and for its own before it waits."""
-        return self.int4_layout == PREFETCHED
-
-    @property
-    def launches_early(self) -> bool:
-        """True if a kernel may start before the one in front of it has ended."""
-        return self.launches == "early"
 
     @property
     def folder(self) -> Path:

@@ -160,7 +160,7 @@ PATCHES: dict[str, Patch] = {
         "torch._inductor.codegen.cpp_wrapper_gpu.CppWrapperGpu.finalize_prefix",
     ),
     **_group(
-        "a kernel may start before the one in front of it has ended (--launches early), and waits for its end",
+        "a kernel may start before the one in front of it has ended (``--int4-layout records``), and waits for its end",
         "torch._inductor.codegen.cpp_wrapper_gpu.CppWrapperGpu._define_kernel_helper",
         "torch._inductor.codegen.cuda.device_op_overrides.CUDADeviceOpOverrides.kernel_driver",
         thread="pytorch/pytorch#188886",

@@ -1,31 +1,11 @@
-"""Reads the CUDA delegates of a program: the weight table and the library of each."""
+"""Reads the weight tables of a program's CUDA delegates."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from eagle3.runner.artifact.cuda_library import CUDA_BACKEND, read_library
+from eagle3.runner.artifact.cuda_library import CUDA_BACKEND
 from eagle3.runner.artifact.cuda_weights import WeightTable, decode_weight_table
-from eagle3.runner.artifact.pte import Pte, read_pte
-
-
-def cuda_delegates(model: Path) -> dict[str, list[tuple[WeightTable, bytes]]]:
-    """Map each method to the weight table and the library of each of its CUDA delegates."""
-    pte = read_pte(model)
-    return {
-        name: [(table, pte.named(table.library_key)) for table in tables] for name, tables in weight_tables(pte).items()
-    }
-
-
-def cuda_kernels(model: Path) -> dict[str, dict[str, bytes]]:
-    """Map each method to its CUDA kernels: fatbins by name. Raises ValueError for a damaged library."""
-    pte = read_pte(model)
-    found: dict[str, dict[str, bytes]] = {}
-    for name, tables in weight_tables(pte).items():
-        with naming(pte, name):
-            libraries = [read_library(pte.named(table.library_key)) for table in tables]
-        found[name] = {kernel: fatbin for library in libraries for kernel, fatbin in library.kernels.items()}
-    return found
+from eagle3.runner.artifact.pte import Pte
 
 
 def weight_tables(pte: Pte) -> dict[str, list[WeightTable]]:

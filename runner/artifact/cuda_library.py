@@ -205,13 +205,3 @@ def runs_on(form: str, arch: str, capability: tuple[int, int]) -> bool:
     if variant == "a":
         return made_for == capability
     return made_for <= capability and (form == "ptx" and not variant or made_for[0] == capability[0])
-
-
-def preferred(archs: list[str], capability: tuple[int, int] | None) -> str:
-    """Return which of these machine codes CUDA's driver takes on a GPU of this compute capability: code for that GPU
-    alone before code for its family.
-
-    If the GPU runs none of them, it compiles the PTX, for which the first code stands here; so it does for None.
-    """
-    running = [arch for arch in archs if capability and runs_on("sass", arch, capability)]
-    return max(running, key=lambda arch: (arch.endswith("a"), arch), default=archs[0])

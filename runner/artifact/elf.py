@@ -1,4 +1,4 @@
-"""Reads ELF shared libraries as the dynamic loader does: symbols, relocations, needed libraries."""
+"""Reads ELF shared libraries as the dynamic loader does: symbols and needed libraries."""
 
 import re
 import struct
@@ -8,10 +8,9 @@ from functools import cached_property
 
 SYSTEM_LIBRARIES = re.compile(r"lib(c|m|stdc\+\+|gcc_s|pthread|dl|rt)\.so|ld-linux")
 # These numbers are from the System V ABI, those of VERNEED and VERSYM from the Linux Standard Base.
-RELA, DYNAMIC, DYNSYM, VERNEED, VERSYM = 4, 6, 11, 0x6FFFFFFE, 0x6FFFFFFF
+DYNAMIC, DYNSYM, VERNEED, VERSYM = 6, 11, 0x6FFFFFFE, 0x6FFFFFFF
 NEEDED = 1
 WEAK, ABSOLUTE = 2, 0xFFF1
-EXECUTABLE = 4
 DAMAGED = (struct.error, LookupError, ValueError, OverflowError)
 """The exceptions that reading a damaged file may raise."""
 
@@ -55,10 +54,6 @@ class Elf:
         self.data = data
 
     @cached_property
-    def machine(self) -> int:
-        return struct.unpack_from("<H", self.data, 0x12)[0]
-
-    @cached_property
     def sections(self) -> list[Section]:
         (at,) = struct.unpack_from("<Q", self.data, 0x28)
         size, count = struct.unpack_from("<HH", self.data, 0x3A)
@@ -85,27 +80,6 @@ class Elf:
         """The libraries that the loader loads together with this one."""
         entries = ((section, row) for section in self._of_type(DYNAMIC) for row in self._rows("QQ", section))
         return [self._string(section.link, value) for section, (tag, value) in entries if tag == NEEDED]
-
-    def relocations(self) -> Iterator[tuple[str, int]]:
-        """Yield (name of a symbol, address of the slot that the symbol's address is written to)."""
-        for section in self._of_type(RELA):
-            for slot, info, _ in self._rows("QQq", section):
-                if info >> 32:
-                    yield self.symbols[info >> 32].name, slot
-
-    def at_address(self, address: int, size: int) -> bytes:
-        """Return the bytes of the file that are loaded at ``address``. Raises LookupError."""
-        loaded = (each for each in self.sections if each.address and each.address <= address < each.address + each.size)
-        section = next(loaded, None)
-        if section is None:
-            raise LookupError(f"no section has address {address:#x}")
-        start = section.offset + address - section.address
-        return self.data[start : start + size]
-
-    def text_at(self, address: int) -> str:
-        """Return the zero-terminated text at ``address``. Raises LookupError or ValueError."""
-        start = self.at_address(address, 1 << 12)
-        return start[: start.index(b"\0")].decode()
 
     def _of_type(self, kind: int) -> list[Section]:
         return [section for section in self.sections if section.type == kind]

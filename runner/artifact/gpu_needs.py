@@ -1,18 +1,14 @@
-"""Computes the GPU memory and the shared memory per block that a CUDA artifact needs, without reading its weights.
-
-The exporter recorded each launch (``export.json``). Code for one architecture also runs on later ones, and some of them
-allow less shared memory a block: 99 KB on sm_86, sm_89 and sm_120, 163 KB on sm_80.
-"""
+"""Computes the GPU memory that a CUDA artifact needs, without reading its weights, and reads the launches that the
+exporter recorded (``export.json``)."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.artifact.cuda_library import runs_on
 from eagle3.runner.artifact.cuda_weights import WeightTable
 from eagle3.runner.artifact.record import read_export
 from eagle3.runner.contract import LAUNCHES, SPECULATE, TARGET_VERIFY, WORKSPACE
-from eagle3.runner.hardware.gpus import BY_ARCH, CONTEXT_BYTES, excesses
+from eagle3.runner.hardware.gpus import CONTEXT_BYTES
 
 CACHES = ("cache", "kept_state")
 """Parts of the names of what a run keeps: KV caches, and the states of recurrent and convolution layers."""
@@ -55,15 +51,3 @@ def recorded_launches(model: Path) -> dict[str, list[dict[str, Any]]]:
         return {name: list(method["launches"]) for name, method in methods.items()}
     except (LookupError, TypeError, AttributeError):
         return {}
-
-
-def architectures(
-    images: Mapping[str, list[tuple[str, str]]], launches: Mapping[str, list[dict[str, Any]]]
-) -> dict[str, str | None]:
-    """Map each architecture that all kernels have code for to the first line of ``excesses``, None if every launch
-    fits. ``images``: (form, architecture) of each kernel's code (``cuda_library.images_of``)."""
-    found = {}
-    for arch, gpu in BY_ARCH.items():
-        if all(any(runs_on(*image, gpu.capability) for image in each) for each in images.values()):
-            found[arch] = next(excesses(launches, arch, gpu.shared_memory_per_block), None)
-    return found

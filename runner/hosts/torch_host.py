@@ -60,7 +60,6 @@ def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bo
         checks.check_architectures(libraries, capability, metadata.manifest.get("cuda_arch"))
         gpu: Any = torch.cuda.get_device_properties(device)  # its type stub lacks the attribute of the next line
         checks.check_launches(recorded_launches(model), capability, gpu.shared_memory_per_block_optin)
-        checks.check_constants({method.name: (method.table, method.library) for method in methods})
     export_host_symbols(device)
     check_only_host(torch=True)
     checks.check_symbols({method.name: method.parsed.needs for method in methods})

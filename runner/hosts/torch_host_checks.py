@@ -1,5 +1,5 @@
 """Checks made before PyTorch runs a CUDA artifact: the GPU and its architecture, the driver, the size of blocks,
-symbols, the devices of constants, free memory.
+symbols, free memory.
 
 Each check raises ValueError with one line: the fact, both values, what to do. None of them loads anything.
 """
@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from eagle3.runner.artifact.constant_devices import constant_devices, constant_faults
 from eagle3.runner.artifact.cuda_library import Library, images_of, runs_on
-from eagle3.runner.artifact.cuda_weights import WeightTable
 from eagle3.runner.hardware.gpus import excesses
 
 GIB = 1 << 30
@@ -100,20 +98,6 @@ def check_launches(launches: dict[str, list[dict[str, Any]]], capability: tuple[
     excess = next(excesses(launches, f"the GPU ({gpu})", shared_bytes), None)
     if excess:
         raise ValueError(f"{excess}: export it again with --cuda-arch {gpu}")
-
-
-def check_constants(libraries: dict[str, tuple[WeightTable, bytes]]) -> None:
-    """Check that each constant is on its weight's device. ``libraries`` maps a method to its weight table and library.
-
-    A library that cannot be read is skipped; PyTorch checks the devices when it loads the library.
-    """
-    for method, (table, library) in libraries.items():
-        try:
-            devices = constant_devices(library)
-        except ValueError:
-            continue
-        if fault := next(constant_faults(method, table, devices), None):
-            raise ValueError(f"{fault}: export it again with this version of eagle3-export")
 
 
 def check_symbols(needs: dict[str, list[str]]) -> None:

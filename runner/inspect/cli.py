@@ -1,8 +1,4 @@
-"""``eagle3-inspect``: shows the contents of an artifact, as tables and as JSON.
-
-``program.py`` reads the ``.pte``, ``cost/bound.py`` estimates the cost of a CUDA artifact's calls, and
-``machine_code/check.py`` looks for faults in its code.
-"""
+"""``eagle3-inspect``: shows the contents of an artifact, as tables and as JSON. ``program.py`` reads the ``.pte``."""
 
 import json
 from pathlib import Path
@@ -12,10 +8,9 @@ import click
 
 from eagle3.runner.artifact.opening import find_model, load_artifact
 from eagle3.runner.artifact.record import Comparison, compare
-from eagle3.runner.console.command import NameChoice, OneLineFailures, tell, version_option
+from eagle3.runner.console.command import OneLineFailures, tell, version_option
 from eagle3.runner.console.tables import show_tables, table
-from eagle3.runner.contract import EXPORT_RECORD, Metadata
-from eagle3.runner.hardware.gpus import GPUS
+from eagle3.runner.contract import EXPORT_RECORD
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,55 +21,21 @@ Examples:
   eagle3-inspect out
   eagle3-inspect out --verify
   eagle3-inspect out --json | jq .methods.target_verify.operators
-  eagle3-inspect out --cost --gpu H200 --context 8192
-  eagle3-inspect out --check-code
 """
 
 
 @click.command(cls=OneLineFailures, epilog=EPILOG)
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Read every file and compare its sha256 with export.json.")
-@click.option("--cost", "with_cost", is_flag=True, help="Show a lower bound for the time of a CUDA artifact's calls.")
-@click.option("--gpu", "gpus", type=NameChoice(list(GPUS)), multiple=True, help="The GPU for --cost; may be repeated.")
-@click.option(
-    "--context",
-    type=click.IntRange(1),
-    help="For --cost: the number of tokens in the KV caches. Without it, attention's reads of the caches are left out.",
-)
-@click.option(
-    "--check-code",
-    "with_code",
-    is_flag=True,
-    help="Check the machine code of a CUDA artifact, and exit with code 1 for a fault.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @version_option
-def main(
-    artifact: Path,
-    verify: bool,
-    with_cost: bool,
-    gpus: tuple[str, ...],
-    context: int | None,
-    with_code: bool,
-    as_json: bool,
-) -> None:
+def main(artifact: Path, verify: bool, as_json: bool) -> None:
     """Show the contents of an artifact of eagle3-export: its folder or its model.pte.
 
     It shows files and metadata; for each method its rows, inputs, outputs, delegates, the operators outside them, and
     memory; for CUDA delegates the architectures, kernels, weights, and the symbols that they need from their runtime;
     and where the bytes of the weights are. Shapes are upper bounds. Large files are read only with --verify.
-
-    With --cost it shows instead, for each method, its launches by kind; for each kernel, registers, spills, shared
-    memory, instructions per weight, L1 lines per load and bytes in flight; and a lower bound for the time of a call and
-    of a round, on GPUs of the artifact's architecture unless --gpu names others. The numbers come from the machine code
-    and the exporter's record; no GPU is needed.
-
-    With --check-code it checks the code instead: memory that a kernel's threads share without a barrier; threads,
-    registers and shared memory against the GPUs that it runs on; the device of each constant; the symbols that PyTorch,
-    ExecuTorch and CUDA must have. No GPU is needed.
     """
-    if (gpus or context) and not with_cost:
-        raise click.UsageError(f"{'--gpu' if gpus else '--context'} is for --cost: type --cost as well")
     model = find_model(artifact)
     comparison = compare(model, verify, say=tell)
     if comparison.program_fault:  # everything below is read from the program
@@ -90,37 +51,16 @@ def main(
     }
     if (fit := measured_fit(model)) is not None:
         found["fit"] = fit
-    if with_cost:
-        from eagle3.runner.inspect.cost.bound import cost_of
-
-        found["cost"] = cost_of(model, opened.metadata, gpus, context or 0)
-    if with_code:
-        found["code"] = checked_code(model, opened.metadata)
     if as_json:
         click.echo(json.dumps(found))
     else:
         show(found)
-    if with_code and (faults := found["code"]["faults"]):
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise ValueError(f"{model}: {faults[0]['what']}{more}: export it again with this version, or report it")
     if verify:
         comparison.refuse_faults()
         total = sum(state.bytes or 0 for state in comparison.files)
         tell(f"verified: {len(comparison.files)} files, {total:,} bytes, have the sha256 that {EXPORT_RECORD} records")
     for fault in comparison.faults:
         tell(f"Warning: {fault}")
-
-
-def checked_code(model: Path, metadata: Metadata) -> dict[str, Any]:
-    """Return the result of ``machine_code/check.py``. Raises ValueError for an artifact that is not for CUDA."""
-    from eagle3.runner.artifact.cuda_delegates import cuda_delegates
-    from eagle3.runner.artifact.gpu_needs import recorded_launches
-    from eagle3.runner.inspect.machine_code.check import check_code
-
-    delegates = cuda_delegates(model)
-    if not delegates:
-        raise ValueError(f"{model}: --check-code reads the code of CUDA artifacts, this one is for another backend")
-    return check_code(delegates, recorded_launches(model), metadata.manifest.get("cuda_arch"))
 
 
 def measured_fit(model: Path) -> dict[str, Any] | None:
@@ -148,13 +88,7 @@ def files(model: Path, comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print a table per section to stdout. With ``--cost`` or ``--check-code``, print only their tables."""
-    from eagle3.runner.inspect.cost_tables import cost_tables
-
-    if "cost" in found or "code" in found:
-        costs = cost_tables(found["cost"]) if "cost" in found else ()
-        show_tables(_title(found), (*costs, *(_code_tables(found["code"]) if "code" in found else ())))
-        return
+    """Print a table per section to stdout."""
     tables = (
         _files_table(found["files"]),
         _metadata_table(found["metadata"]),
@@ -282,30 +216,6 @@ def _cuda_weights_table(cuda: dict[str, dict[str, Any]]) -> "Table":
         )
     )
     return table("CUDA weights and caches", ("method", "which", "count", "bytes"), rows, numbers=("count", "bytes"))
-
-
-def _code_tables(code: dict[str, Any]) -> list[Any]:
-    columns = (
-        "kernels",
-        "kernels_with_ptx",
-        "constants",
-        "symbols",
-        "most_threads",
-        "most_registers",
-        "most_shared_bytes",
-    )
-    rows = (
-        (name, *(counts[column] for column in columns), sum(counts["spill_bytes"].values()))
-        for name, counts in code["methods"].items()
-    )
-    named = ("method", *(column.replace("_", " ") for column in columns), "spill bytes")
-    gpus = ((arch, lack or "yes") for arch, lack in code["runs_on"].items())
-    faults = [(fault["check"], fault["what"]) for fault in code["faults"]] or [("all", "no fault found")]
-    return [
-        table("Code that was checked; the maximum per block", named, rows, numbers=named[1:]),
-        table("GPUs that the kernels have code for, and what they lack", ("architecture", "runs"), gpus),
-        table("Faults", ("check", "what"), faults),
-    ]
 
 
 def _gpu_memory_table(parts: dict[str, int | None]) -> "Table":

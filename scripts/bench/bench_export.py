@@ -6,17 +6,15 @@ and peak memory.
 The command writes a synthetic checkpoint (random INT4 linears and INT8 embedding in the format of ExecuTorch's
 quantize_and_save, a random bfloat16 draft head of the published head's shape) into a temporary folder, exports it in a
 process of its own and samples that process's memory. RssAnon is the memory that the process and its children hold,
-without files mapped into them. Weights are random, so only the artifact's size and speed are meaningful. With --cost it
-prints the bounds that ``eagle3-inspect --cost`` computes for a round. From two numbers of layers it extrapolates the
-bounds to 60 layers; multiples of six have the same share of full-attention layers as the whole model.
+without files mapped into them. Weights are random, so only the artifact's size and speed are meaningful. Multiples of
+six layers have the same share of full-attention layers as the whole model. ``scripts/gpu/gpu_cost.py`` computes bounds
+for a round of a CUDA artifact, which --folder keeps.
 
---int4-layout and --launches may be repeated: then every combination is exported, from the same checkpoints. With --pack
-each artifact is packed for a machine with a GPU and deleted, so that there is room for the next one:
+--int4-layout may be repeated: then each layout is exported, from the same checkpoints. With --pack each artifact is
+packed for a machine with a GPU and deleted, so that there is room for the next one:
 
     python scripts/bench/bench_export.py --layers 60 --cuda-arch sm_90 --folder wide --pack \\
-        --int4-layout tiles --int4-layout records --launches in-order --launches early
-
-The layout records-prefetched has the same weights as records, whose kernels ask L2 for them ahead of time.
+        --int4-layout tiles --int4-layout records
 """
 
 import json
@@ -27,7 +25,6 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import IO
 
@@ -37,17 +34,13 @@ from published_heads import HEADS
 from published_widths import gemma4_config, random_weight, save_target
 from transformers import Gemma4TextConfig, PreTrainedConfig
 
-from eagle3.export.configuration.config import INT4_LAYOUTS, LAUNCH_ORDERS
-from eagle3.runner.artifact.opening import find_model, load_artifact
-from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
-from eagle3.runner.inspect.cost.bound import cost_of
+from eagle3.export.configuration.config import INT4_LAYOUTS
 
 SAMPLE_SECONDS = 0.1
-FULL_LAYERS = 60
 TARGET, EAGLE3 = "target", "eagle3"
 """Names of the folders of checkpoints; a head's folder is named after its kind."""
 ARTIFACT = "artifact"
-"""The name of an artifact's folder, if no combination of flags names it."""
+"""The name of an artifact's folder, if no layout names it."""
 CARRY = Path(__file__).parents[1] / "gpu" / "gpu_carry.py"
 
 
@@ -108,20 +101,12 @@ def watched(command: list[str], stdout: IO[str] | None = None) -> tuple[dict[str
     multiple=True,
     help="The layout of INT4 weights; only for cuda. May be repeated.",
 )
-@click.option(
-    "--launches",
-    "launch_orders",
-    type=click.Choice(LAUNCH_ORDERS),
-    multiple=True,
-    help="How kernels start; only for cuda. May be repeated.",
-)
 @click.option("--qlinear", default="8da4w", show_default=True, help="Recipe for target and draft, for xnnpack.")
 @click.option("--max-seq-len", default=1024, show_default=True, help="Slots of the KV caches, for xnnpack.")
 @click.option("--acceptance", default=3.0, show_default=True, help="Assumed acceptance length, for xnnpack.")
 @click.option("--unquantized", is_flag=True, help="Write a bfloat16 checkpoint, which the export quantizes, for cuda.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep checkpoints and artifacts here.")
 @click.option("--pack", is_flag=True, help="Pack each artifact in --folder (gpu_carry.py) and delete it, for cuda.")
-@click.option("--cost", "with_cost", is_flag=True, help="Compute lower bounds of a round on the architecture's GPUs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
     backend: str,
@@ -132,14 +117,12 @@ def main(
     chain_len: int | None,
     verify_rows: int | None,
     int4_layouts: tuple[str, ...],
-    launch_orders: tuple[str, ...],
     qlinear: str,
     max_seq_len: int,
     acceptance: float,
     unquantized: bool,
     folder: Path | None,
     pack: bool,
-    with_cost: bool,
     as_json: bool,
 ) -> None:
     """Export synthetic checkpoints of a few full-width layers and report time and memory: Gemma 4 31B for a GPU,
@@ -148,15 +131,15 @@ def main(
     \b
     Examples:
       python scripts/bench/bench_export.py --layers 6,12 --cuda-arch sm_90
-      python scripts/bench/bench_export.py --layers 6 --cuda-arch sm_90 --cost --draft dflash
-      python scripts/bench/bench_export.py --layers 6 --cuda-arch sm_90 --int4-layout records-prefetched
+      python scripts/bench/bench_export.py --layers 6 --cuda-arch sm_90 --draft dflash
+      python scripts/bench/bench_export.py --layers 6 --cuda-arch sm_90 --int4-layout records
       python scripts/bench/bench_export.py --backend xnnpack --target qwen3-4B --qlinear 8da4w
     """
-    for_cuda = cuda_arch, draft != EAGLE3, chain_len, verify_rows, int4_layouts, launch_orders, unquantized, pack
-    if backend == "xnnpack" and any((*for_cuda, with_cost)):
+    for_cuda = cuda_arch, draft != EAGLE3, chain_len, verify_rows, int4_layouts, unquantized, pack
+    if backend == "xnnpack" and any(for_cuda):
         raise click.UsageError(
-            "--cuda-arch, --draft, --chain-len, --verify-rows, --int4-layout, --launches, --unquantized, --pack and "
-            "--cost are for cuda: leave them out"
+            "--cuda-arch, --draft, --chain-len, --verify-rows, --int4-layout, --unquantized and --pack are for cuda: "
+            "leave them out"
         )
     if pack and folder is None:
         raise click.UsageError("--pack writes into --folder: name one")
@@ -177,26 +160,14 @@ def main(
                 own = place / f"{target}-{count or 'all'}"
                 add(measure_on_cpu(target, count, qlinear, max_seq_len, acceptance, own))
                 continue
-            for name, more in combinations(int4_layouts, launch_orders).items():
-                add(measure(count, [*flags, *more], place / str(count), unquantized, draft, name, with_cost))
+            for layout in int4_layouts or (None,):
+                name = layout if layout and len(int4_layouts) > 1 else ARTIFACT
+                more = ("--int4-layout", layout) if layout else ()
+                add(measure(count, [*flags, *more], place / str(count), unquantized, draft, name))
                 if pack:
                     pack_and_delete(place / str(count) / name)
-    if with_cost and len(counts) == 2:
-        for fewer, more in zip(results[: len(results) // 2], results[len(results) // 2 :], strict=True):
-            add(at_full_depth(fewer, more))
     if as_json:
         click.echo(json.dumps(results))
-
-
-def combinations(int4_layouts: tuple[str, ...], launch_orders: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return the flags of each artifact by the name of its folder, which says their values."""
-    given = {"--int4-layout": int4_layouts, "--launches": launch_orders}
-    chosen = {flag: values for flag, values in given.items() if values}
-    flags = {
-        "-".join(values): [part for pair in zip(chosen, values, strict=True) for part in pair]
-        for values in product(*chosen.values())
-    }
-    return flags if len(flags) > 1 else {ARTIFACT: next(iter(flags.values()))}
 
 
 def pack_and_delete(artifact: Path) -> None:
@@ -208,13 +179,10 @@ def pack_and_delete(artifact: Path) -> None:
     shutil.rmtree(artifact)
 
 
-def measure(
-    layers: int, flags: list[str], place: Path, unquantized: bool, draft: str, name: str, with_cost: bool
-) -> dict:
+def measure(layers: int, flags: list[str], place: Path, unquantized: bool, draft: str, name: str) -> dict:
     """Export a target of ``layers`` layers with a head of the kind ``draft`` for a GPU, into the folder ``name``."""
     save_for_gpu(place, gemma4_config(layers), draft, unquantized)
-    result = exported(place, layers, "gemma4-31B", flags, draft, name)
-    return result | ({"cost": cost_of_a_round(place / name)} if with_cost else {})
+    return exported(place, layers, "gemma4-31B", flags, draft, name)
 
 
 def save_for_gpu(place: Path, config: Gemma4TextConfig, draft: str, unquantized: bool) -> None:
@@ -284,69 +252,7 @@ def exported(
     }
 
 
-def cost_of_a_round(artifact: Path) -> dict:
-    """Return the launches of a round, its memory limit and bounds in seconds by GPU, those of a verify and of a draft
-    call, the kernels that spill, and the most instructions per weight."""
-    model = find_model(artifact)
-    found = cost_of(model, load_artifact(model, True).metadata, ())
-    methods = {name: found["methods"][name] for name in found["round"]["calls"]}
-    kernels = [kernel for method in methods.values() for kernel in method["kernels"]]
-    weighing = [kernel for kernel in kernels if kernel["kind"] == "small_m" and kernel["instructions_per_weight"]]
-    return {
-        "launches": {name: method["launches"]["all"] for name, method in methods.items()},
-        "spilled": {kernel["kernel"]: kernel["spill_bytes"] for kernel in kernels if kernel["spill_bytes"]},
-        "instructions_per_weight": max((kernel["instructions_per_weight"] for kernel in weighing), default=None),
-        "bounds": {
-            gpu: {key: bound[key] for key in ("limit", "bound", "bound_with_launches")}
-            for gpu, bound in found["round"]["bounds"].items()
-        },
-        "calls": {
-            gpu: {name: found["methods"][name]["bounds"][gpu]["bound"] for name in (TARGET_VERIFY, DRAFT_DECODE)}
-            for gpu in found["round"]["bounds"]
-        },
-    }
-
-
-def at_full_depth(fewer: dict, more: dict) -> dict:
-    """Extrapolate launches and bounds to all layers, linearly in the number of layers."""
-
-    def extended(few: float, many: float) -> float:
-        return few + (many - few) * (FULL_LAYERS - fewer["layers"]) / (more["layers"] - fewer["layers"])
-
-    few, many = fewer["cost"], more["cost"]
-    launches = {name: round(extended(count, many["launches"][name])) for name, count in few["launches"].items()}
-    bounds = {
-        gpu: {key: extended(seconds, many["bounds"][gpu][key]) for key, seconds in bound.items()}
-        for gpu, bound in few["bounds"].items()
-    }
-    calls = {
-        gpu: {name: extended(seconds, many["calls"][gpu][name]) for name, seconds in call.items()}
-        for gpu, call in few["calls"].items()
-    }
-    cost = many | {"launches": launches, "bounds": bounds, "calls": calls}
-    return {"layers": FULL_LAYERS, "artifact": more["artifact"], "cost": cost}
-
-
-def show_cost(result: dict) -> None:
-    cost = result["cost"]
-    spilled = ", ".join(f"{kernel[:40]} {size:,}" for kernel, size in cost["spilled"].items()) or "none"
-    launches = ", ".join(f"{name} {count:,}" for name, count in cost["launches"].items())
-    click.echo(f"  {result['artifact']}, {result['layers']} layers, launches: {launches}; bytes spilled: {spilled}")
-    click.echo(f"  instructions a weight in small-M kernels: {cost['instructions_per_weight'] or '-'}")
-    for gpu, bound in cost["bounds"].items():
-        limit, least, both = (bound[key] * 1e3 for key in ("limit", "bound", "bound_with_launches"))
-        click.echo(
-            f"  {gpu}: a round reads its weights in {limit:.3f} ms and takes {least:.3f} ms or more "
-            f"({limit / least:.2f}), with launches {both:.3f} ms ({limit / both:.2f})"
-        )
-        calls = (f"{name} {seconds * 1e3:.3f} ms" for name, seconds in cost["calls"][gpu].items())
-        click.echo(f"  {gpu}: of one call, without launches: {', '.join(calls)}")
-
-
 def show(result: dict) -> None:
-    if "seconds" not in result:  # it was extrapolated
-        show_cost(result)
-        return
     click.echo(
         f"{result['artifact']}, {result['layers']} layers, weights {result['target_gib']} + {result['draft_gib']} GiB: "
         f"{result['seconds']} s,"
@@ -356,8 +262,6 @@ def show(result: dict) -> None:
         click.echo(f"  {stage:<24} {seconds:>8.1f} s")
     if "run" in result:
         click.echo(run_text(result["run"]))
-    if "cost" in result:
-        show_cost(result)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ import click
 import torch
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m, sums
+from eagle3.export.lowering.cuda.kernels import bf16, k_quants, small_m, sums
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 
 LINEARS = {  # N, K; INT4 unless the name says another type
     "sliding_q": (8192, 5376),

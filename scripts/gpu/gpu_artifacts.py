@@ -128,6 +128,13 @@ class _Lines(logging.Handler):
 
 def recorded(folder: Path) -> dict[str, Any]:
     """Return the launches of each method, as recorded in ``export.json``."""
-    from eagle3.runner.inspect.cost.bound import launches_of
-
     return launches_of(json.loads((folder / "export.json").read_text()), str(folder))
+
+
+def launches_of(record: dict[str, Any], artifact: str) -> dict[str, Any]:
+    """Return the launches of each method from the contents of ``export.json``. Raises ValueError if it has none."""
+    from eagle3.runner.contract import LAUNCHES
+
+    if LAUNCHES not in record:
+        raise ValueError(f"{artifact}: no export.json with launches is beside it: export it again for CUDA")
+    return record[LAUNCHES]

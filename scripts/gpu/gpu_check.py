@@ -13,8 +13,7 @@ wide      exports a few full-width layers of Gemma 4 31B with synthetic INT4 wei
           with --wide runs those
 kernels   checks the small-M kernels, and compares them with copy bandwidth at 1 to 16 rows, on every linear of that
           model
-round     times a round of the full-width layers, with CUDA graphs and without, beside the memory limit and the bounds
-          of ``eagle3-inspect --cost``, and each of its kernels
+round     times a round of the full-width layers, with CUDA graphs and without, and each of its kernels
 prefill   times chunks of several lengths through those layers
 soak      generates with the artifacts of --elsewhere for 10,000 rounds, and compares memory at both ends
 

@@ -10,7 +10,7 @@ folder, some 50 MB, are all that the other machine needs besides PyTorch. The pa
 
 tournament  times each kernel of few rows and its variants, checks their bits, and prints which to choose
 small       compares small pairs and gemma4-tiny in two layouts with their modules, token for token
-rounds      times a round of Gemma 4 31B, kernel by kernel, for each layout of weights and each way to launch
+rounds      times a round of Gemma 4 31B, kernel by kernel, for each layout of weights
 prefill     times prefills of 32 to 1,024 tokens with each of these artifacts
 soak        generates with gemma4-tiny for 10,000 rounds, and compares memory at the beginning and at the end
 """
@@ -31,8 +31,8 @@ HERE = Path(__file__).parent
 BENCH = HERE.parent / "bench" / "bench_export.py"
 WHEELS = "executorch", "torchao", "gguf", "ruamel.yaml", "flatbuffers", "tabulate", "llguidance"
 """The runner imports these packages besides PyTorch and transformers; their versions are those of this machine."""
-LAYOUTS, LAUNCHES = ("tiles", "records", "records-prefetched"), ("in-order", "early")
-TINY = {"tiny-tiles": (), "tiny-records-early": ("--int4-layout", "records", "--launches", "early")}
+LAYOUTS = ("tiles", "records")
+TINY = {f"tiny-{layout}": ("--int4-layout", layout) for layout in LAYOUTS}
 PAIRS, EXPECTED = "small.tar.xz", ".expected.json"
 
 
@@ -65,7 +65,6 @@ class Made:
 
     def wide(self) -> None:
         flags = [part for layout in LAYOUTS for part in ("--int4-layout", layout)]
-        flags += [part for order in LAUNCHES for part in ("--launches", order)]
         where = "--layers", self.layers, "--cuda-arch", self.arch, "--folder", self.work / "wide", "--pack"
         call(sys.executable, BENCH, *where, *flags)
         for packed in (self.work / "wide" / str(self.layers)).glob("*.tar.xz"):
@@ -118,9 +117,8 @@ class Run:
     def unpacked_wide(self) -> Iterator[str | Path]:
         """Yield the flags that name all wide artifacts, the default first."""
         place = self.work / "wide"
-        names = [f"{layout}-{order}" for layout in LAYOUTS for order in LAUNCHES]
         done: list[Path] = []
-        for name in names:
+        for name in LAYOUTS:
             packed, artifact = self.folder / "wide" / f"{name}.tar.xz", place / name
             if not packed.is_file():
                 click.echo(f"{packed} is missing: {name} is left out")

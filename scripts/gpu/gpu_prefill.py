@@ -15,7 +15,8 @@ from gpu_cubins import Compiling, Cubins, Kernel, Launching
 from gpu_variants import CHECKED, CLOSE, ROUND, Linears, Weight, dense, made
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels import int4, int4_matmul
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
+from eagle3.export.lowering.cuda.kernels.int4.tiles import matmul as int4_matmul
 from eagle3.export.lowering.cuda.kernels.sums import made_for
 
 ROWS = (512, 1024, 2048)

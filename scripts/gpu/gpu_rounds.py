@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_artifacts import GRAPHS, Check, made, opened, recorded
+from gpu_artifacts import GRAPHS, Check, opened, recorded
 from gpu_steps import Facts, NotRun
 
 GIB = 1 << 30
@@ -26,13 +26,9 @@ def measure_rounds(check: Check) -> None:
             measure_round(facts, check, artifact, graphs)
             times[GRAPHS[graphs]][artifact.name] = facts[A_ROUND]
 
-        def counted(facts: Facts, artifact: Path = artifact) -> None:
-            facts |= counted_round(artifact)
-
         def listed(facts: Facts, artifact: Path = artifact) -> None:
             facts |= kernels_of_a_round(artifact)
 
-        check.report.step(f"{label}counted", counted)
         for graphs, how in GRAPHS.items():
             check.report.step(f"{label}{how}", lambda facts, graphs=graphs, timed=timed: timed(facts, graphs))
         check.report.step(f"{label}its kernels", listed)
@@ -90,27 +86,6 @@ def kernel_times(events: list[dict[str, Any]], rounds: int) -> Facts:
         for (name, *grid), times in longest[:LISTED]
     }
     return {"all, us": round(sum(map(sum, found.values())) / rounds, 1)} | times
-
-
-def counted_round(artifact: Path) -> Facts:
-    """Return lower bounds of a round in milliseconds: each weight read once; all kernels in sequence, with and without
-    launch times.
-
-    Raises NotRun if the GPU is not in the table.
-    """
-    from eagle3.runner.artifact.opening import find_model, load_artifact
-    from eagle3.runner.hardware.gpus import GPUS
-    from eagle3.runner.inspect.cost.bound import cost_of
-
-    model = find_model(made(artifact))
-    here = torch.cuda.get_device_name()
-    names = tuple(name for name in GPUS if name in here)
-    if not names:
-        raise NotRun(f"{here} is not in the table of GPUs")
-    found = cost_of(model, load_artifact(model, True).metadata, names)["round"]
-    bound = found["bounds"][names[0]]
-    times = {key: round(1000 * bound[key], 3) for key in ("limit", "bound", "bound_with_launches")}
-    return {"launches": found["launches"], "ms": times}
 
 
 def measure_round(facts: Facts, check: Check, artifact: Path, graphs: str) -> None:

@@ -14,7 +14,10 @@ from bench_small_m import LINEARS
 from gpu_cubins import Kernel
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_records, record_layout, small_m
+from eagle3.export.lowering.cuda.kernels import bf16, small_m
+from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
+from eagle3.export.lowering.cuda.kernels.int4.records import layout as record_layout
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH
 
 ROUND = {"sliding_qkv": "", "sliding_o": "", "gate_up": GELU_TANH, "down": ""}
@@ -85,8 +88,9 @@ VARIANTS = (
     _records("records"),
     _records("records, 4 blocks ahead in L2", AHEAD=4),
     _records("records, the next in L2", rows=(4,), next=True),
-    _records("records, early", rows=(4,), **int4_records.BEFORE_THE_WAIT),
-    _records("records, early, the next in L2", rows=(4,), **int4_records.BEFORE_THE_WAIT, next=True),
+    _records("records, early", rows=(4,), EARLY=True, FIRST=3),
+    _records("records, early, the next in L2", rows=(4,), EARLY=True, FIRST=3, next=True),
+    _records("records, early, all levers", rows=(4,), **int4_records.LEVERS, next=True),
     Variant("bf16", "bf16", "bf16", bf16._bf16_small_m_kernel, lambda w: (w,), _bf16, (4,)),
     Variant("int8", "int8", "int8", small_m._int8_small_m_kernel, lambda *parts: parts, _int8, (4,)),
 )

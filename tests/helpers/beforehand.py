@@ -19,9 +19,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(HELPERS)!r})
 from cuda_artifact import DEFAULT, export
-known = "--cuda-arch" in DEFAULT  # a GPU of this machine may lack prefetches
-layout = ("records-prefetched", "--launches", "early") if known else ("records",)
-export(Path(sys.argv[1]), (*DEFAULT, "--no-fit", "--int4-layout", *layout))
+export(Path(sys.argv[1]), (*DEFAULT, "--no-fit", "--int4-layout", "records"))
 """
 COMMANDS = {
     "artifact": ("-c", "from eagle3.export.cli import main; main()", *CPU_FLAGS, "--output-dir"),

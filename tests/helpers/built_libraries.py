@@ -4,7 +4,8 @@ import torch
 import triton
 from triton.runtime import driver
 
-from eagle3.export.lowering.cuda.kernels import bf16, int4, k_quants, small_m
+from eagle3.export.lowering.cuda.kernels import bf16, k_quants, small_m
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.runner.hardware.gpus import BY_ARCH
@@ -33,13 +34,14 @@ def build(kernel, types, constants, warps, arch="sm_90", registers=None):
 
 def launch(**changed):
     return {
-        "kernel": "_int4_small_m_kernel_0",
+        "kernel": "int4_small_m_kernel_0",
         "grid": [400, 1, 1],
         "threads": 128,
         "shared_bytes": 40 << 10,
         "weight_bytes": 10**9,
         "buffer_bytes": [],
-        "products": {"weights": 8192, "multiply_adds": 8192, "iterations": 1000},
+        "constants": {"N": 32000, "K": 256, "BLOCK_N": 64, "BLOCK_K": 128, "BLOCK_M": 1},  # 1,000 iterations
+        "arguments": {},
         "count": 2,
     } | changed
 

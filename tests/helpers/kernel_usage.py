@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
+from machine_code.barriers import faults
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from eagle3.export.lowering.cuda.kernels import small_m
 from eagle3.export.lowering.cuda.named_gpu import configurations
-from eagle3.runner.inspect.machine_code.barriers import faults
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED = 99 * 1024

@@ -4,7 +4,9 @@ import torch
 from small_m_weights import int4_weight
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, sums
+from eagle3.export.lowering.cuda.kernels import sums
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
+from eagle3.export.lowering.cuda.kernels.int4.tiles import matmul as int4_matmul
 
 
 def parts(*weights: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import torch
 import triton
 from kernel_faults import kernels_alone
+from machine_code.barriers import faults
 from triton._C.libtriton import ir
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime import driver
@@ -20,11 +21,7 @@ from eagle3.export.lowering.cuda.kernels import (
     attention,
     attention_chunk,
     bf16,
-    int4,
     int4_experts,
-    int4_matmul,
-    int4_records,
-    int4_records_matmul,
     int8_experts,
     int8_matmul,
     k_quant_matmul,
@@ -32,10 +29,13 @@ from eagle3.export.lowering.cuda.kernels import (
     recurrent,
     small_m,
 )
+from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
+from eagle3.export.lowering.cuda.kernels.int4.records import matmul as int4_records_matmul
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
+from eagle3.export.lowering.cuda.kernels.int4.tiles import matmul as int4_matmul
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU, counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.runner.hardware.gpus import BY_ARCH
-from eagle3.runner.inspect.machine_code.barriers import faults
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int8: "*i8",

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
 
-from eagle3.export.lowering.cuda.kernels.int4 import tiled
-from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import tiled
+from eagle3.export.lowering.cuda.kernels.int4.tiles.tensor import TiledInt4Tensor
 from eagle3.export.speculator.merged_linears import concatenated
 
 

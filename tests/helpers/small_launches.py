@@ -21,24 +21,24 @@ from eagle3.export.lowering.cuda.kernels import (
     attention_sums,
     bf16,
     heads,
-    int4,
     int4_experts,
-    int4_matmul,
-    int4_records,
-    int4_records_matmul,
     int8_experts,
     int8_matmul,
     k_quant_matmul,
     k_quants,
     l2,
     large_m,
-    record_layout,
     recurrent,
     recurrent_block,
     small_m,
     sums,
 )
 from eagle3.export.lowering.cuda.kernels import choices as kernel_choices
+from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
+from eagle3.export.lowering.cuda.kernels.int4.records import layout as record_layout
+from eagle3.export.lowering.cuda.kernels.int4.records import matmul as int4_records_matmul
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
+from eagle3.export.lowering.cuda.kernels.int4.tiles import matmul as int4_matmul
 from eagle3.targets.attention import int8_codes
 from eagle3.targets.spec import ROLLBACK_ROWS
 

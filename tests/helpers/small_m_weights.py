@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels import int4 as kernel4
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as kernel4
 
 
 def int4_weight(n: int, k: int, group: int = 32) -> tuple[Tensor, ...]:

@@ -84,8 +84,9 @@ def test_no_cell_of_a_readmes_tables_is_a_paragraph():
 
 
 def modules() -> dict[str, ModuleType]:
-    files = Path(kernels.__path__[0]).glob("*.py")
-    return {path.stem: importlib.import_module(f"{kernels.__name__}.{path.stem}") for path in files}
+    home = Path(kernels.__path__[0])
+    names = (path.relative_to(home).with_suffix("").parts for path in home.rglob("*.py") if path.stem != "__init__")
+    return {".".join(name): importlib.import_module(".".join((kernels.__name__, *name))) for name in names}
 
 
 def jitted(module: ModuleType) -> list[triton.JITFunction]:

@@ -39,7 +39,6 @@ MEASURED = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[ers]
 
 HUB = "asks the hub for a published model; tests/export/hub/test_hub.py asks a stand-in"
 GPU = "takes a GPU, or minutes of compiling for one"
-CUDA = "reads a CUDA artifact; tests/runner/inspect/test_inspect_cuda.py makes one"
 OWN = "takes a checkpoint of one's own"
 LONG = "takes minutes, or a build of llama.cpp"
 NOT_RUN = {
@@ -55,13 +54,11 @@ NOT_RUN = {
     "eagle3-export --target-model gemma4-tiny --checkpoint COPY": "takes a changed copy of the shipped checkpoint",
     "eagle3-fit my-llama": OWN,
     "eagle3-export --checkpoint my-llama": OWN,
-    "eagle3-inspect out-cuda": CUDA,
     "eagle3-bench out-heads": "its chain length is longer than that of the shared artifact",
     "eagle3-bench out-long": "takes an artifact of 16,640 slots",
     "python scripts/gpu/gpu_": GPU,
     "scripts/gpu/there": GPU,
     "python scripts/bench/bench_export.py --layers 60": GPU,
-    "python scripts/gpu/bench_small_m.py": GPU,
     "python scripts/bench/bench_llama_cpp.py": LONG,
     "serve run": "takes a cluster of Ray; tests/runner/serve/test_serve_ray.py starts one where Ray is installed",
     "exported = export(": "exports with the default folder, and asks the hub for Gemma 4 31B",

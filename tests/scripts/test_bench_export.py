@@ -1,4 +1,4 @@
-"""``scripts/bench/bench_export.py`` makes every combination of the flags that are compared, and packs each artifact."""
+"""``scripts/bench/bench_export.py`` makes an artifact for each layout that is compared, and packs each."""
 
 import shutil
 
@@ -8,27 +8,16 @@ from click.testing import CliRunner
 
 from eagle3.export.cli import main as export_main
 
-ARTIFACTS = ["tiles-in-order", "tiles-early", "records-in-order", "records-early"]
-REPEATED = ["--int4-layout", "tiles", "--int4-layout", "records", "--launches", "in-order", "--launches", "early"]
-
 
 def run(*flags):
     return CliRunner().invoke(bench_export.main, [str(flag) for flag in flags])
 
 
 @pytest.mark.parametrize(
-    ("layouts", "orders", "names"),
-    [
-        ((), (), ["artifact"]),
-        (("records",), ("early",), ["artifact"]),
-        ((), ("in-order", "early"), ["in-order", "early"]),
-    ],
+    ("layouts", "names"),
+    [((), ["artifact"]), (("records",), ["artifact"]), (("tiles", "records"), ["tiles", "records"])],
 )
-def test_an_artifact_is_named_after_what_tells_it_from_the_others(layouts, orders, names):
-    assert list(bench_export.combinations(layouts, orders)) == names
-
-
-def test_every_combination_is_exported_with_flags_that_the_export_takes(tmp_path, monkeypatch):
+def test_each_layout_is_exported_with_flags_that_the_export_takes(layouts, names, tmp_path, monkeypatch):
     taken = {}
 
     def exported(place, layers, target, flags, draft, name):
@@ -39,19 +28,19 @@ def test_every_combination_is_exported_with_flags_that_the_export_takes(tmp_path
     monkeypatch.setattr(bench_export, "exported", exported)
     monkeypatch.setattr(bench_export, "save_target", lambda *_: None)
     monkeypatch.setattr(bench_export, "save_head", lambda *_: None)
-    done = run("--layers", 6, "--cuda-arch", "sm_90", "--folder", tmp_path / "wide", "--json", *REPEATED)
+    repeated = [part for layout in layouts for part in ("--int4-layout", layout)]
+    done = run("--layers", 6, "--cuda-arch", "sm_90", "--folder", tmp_path / "wide", "--json", *repeated)
     assert done.exit_code == 0, done.output
-    assert list(taken) == ARTIFACTS
-    for name, params in taken.items():
-        assert f"{params['int4_layout']}-{params['launches']}" == name
-        assert (params["cuda_arch"], params["layers"]) == ("sm_90", 6)
+    assert list(taken) == names
+    assert [params["int4_layout"] for params in taken.values()] == list(layouts or (None,))
+    assert {(params["cuda_arch"], params["layers"]) for params in taken.values()} == {("sm_90", 6)}
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--pack",), "name one"),
-        (("--backend", "xnnpack", "--launches", "early"), "are for cuda"),
+        (("--backend", "xnnpack", "--int4-layout", "tiles"), "are for cuda"),
         (("--backend", "xnnpack", "--pack", "--folder", "f"), "are for cuda"),
     ],
 )
@@ -62,10 +51,10 @@ def test_flags_that_do_not_fit_are_refused(flags, said):
 
 @pytest.mark.whole
 def test_a_packed_artifact_is_deleted_and_one_that_cannot_be_packed_is_kept(cuda_artifact, tmp_path):
-    place = tmp_path / "tiles-early"
+    place = tmp_path / "tiles"
     shutil.copytree(cuda_artifact, place)
     bench_export.pack_and_delete(place)
-    assert [path.name for path in tmp_path.iterdir()] == ["tiles-early.tar.xz"]
+    assert [path.name for path in tmp_path.iterdir()] == ["tiles.tar.xz"]
     place.mkdir()
     with pytest.raises(bench_export.click.ClickException, match="was not packed"):
         bench_export.pack_and_delete(place)

@@ -7,7 +7,7 @@ import gpu_carry
 import pytest
 from click.testing import CliRunner
 
-from eagle3.export.lowering.cuda.kernels import record_layout
+from eagle3.export.lowering.cuda.kernels.int4.records import layout as record_layout
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, Extent, read_ptd_index
 from eagle3.runner.contract import EXPORT_RECORD
 

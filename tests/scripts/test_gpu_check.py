@@ -194,8 +194,7 @@ def test_several_artifacts_are_timed_in_turn_and_compared(tmp_path, monkeypatch)
         facts[gpu_rounds.A_ROUND] = milliseconds[artifact.name, graphs]
 
     monkeypatch.setattr(gpu_rounds, "measure_round", measure)
-    for name in ("counted_round", "kernels_of_a_round"):
-        monkeypatch.setattr(gpu_rounds, name, lambda artifact: {"of": artifact.name})
+    monkeypatch.setattr(gpu_rounds, "kernels_of_a_round", lambda artifact: {"of": artifact.name})
 
     def steps_of(*artifacts):
         report = noted(tmp_path)
@@ -204,14 +203,14 @@ def test_several_artifacts_are_timed_in_turn_and_compared(tmp_path, monkeypatch)
         return {step["name"]: step for step in read(tmp_path)}
 
     steps = steps_of(tiles, records)
-    assert list(steps)[:2] == ["tiles: counted", "tiles: by CUDA graphs"] and len(steps) == 9
-    assert steps["records: counted"]["facts"] == {"of": "records"}
+    assert list(steps)[:2] == ["tiles: by CUDA graphs", "tiles: without graphs"] and len(steps) == 7
+    assert steps["records: its kernels"]["facts"] == {"of": "records"}
     assert steps["compared"]["facts"] == {
         "by CUDA graphs": {"tiles": [10.0, 1.0], "records": [8.5, 0.85]},
         "without graphs": {"tiles": [12.0, 1.0], "records": [9.0, 0.75]},
     }
     assert steps_of(tiles, broken)["compared"]["status"] == "not run: fewer than two artifacts were timed"
-    assert list(steps_of(tiles)) == ["counted", "by CUDA graphs", "without graphs", "its kernels"]
+    assert list(steps_of(tiles)) == ["by CUDA graphs", "without graphs", "its kernels"]
 
 
 def test_kernels_are_distinguished_by_their_full_names_and_grids():

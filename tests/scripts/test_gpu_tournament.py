@@ -18,12 +18,15 @@ from click.testing import CliRunner
 from gpu_cubins import MANIFEST, Cubins, key_of
 from gpu_tournament import Run
 from gpu_variants import VARIANTS, cases
+from machine_code.sass import read_codes
 from places import HELPERS
 from small_tournament import LINEARS
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_matmul, int4_records, large_m, small_m, sums
-from eagle3.runner.inspect.machine_code.sass import read_codes
+from eagle3.export.lowering.cuda.kernels import bf16, large_m, small_m, sums
+from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
+from eagle3.export.lowering.cuda.kernels.int4.tiles import matmul as int4_matmul
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def test_the_interpreted_artifact_makes_no_refused_call_and_leaks_nothing(found)
 
 
 def test_methods_launch_kernels_over_the_recorded_grids(found, cuda_artifact):
-    """The record has the launches that ``eagle3-inspect --cost`` counts."""
+    """The record has the launches that ``scripts/gpu/gpu_cost.py`` counts."""
     recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())["launches"]
     for name in (TARGET_VERIFY, DRAFT_DECODE, SPECULATE):
         grids, rows = Counter(), str(recorded[name]["rows"])

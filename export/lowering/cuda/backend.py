@@ -25,7 +25,7 @@ from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from eagle3.export.configuration.config import CUDA_RECIPES, LAUNCH_ORDERS, PREFETCHED
+from eagle3.export.configuration.config import CUDA_RECIPES
 from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.backend import Backend
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
@@ -43,20 +43,20 @@ from eagle3.export.lowering.cuda.graph.shortcuts import (
     prefetches_unseen,
 )
 from eagle3.export.lowering.cuda.inductor.argmax import argmax_over_blocks
-from eagle3.export.lowering.cuda.inductor.early_launches import check_since_sm_90, early_launches
+from eagle3.export.lowering.cuda.inductor.early_launches import can_start_early, early_launches
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
 from eagle3.export.lowering.cuda.inductor.rows import rows_in_registers
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
+from eagle3.export.lowering.cuda.kernels.int4.layouts import layout_of
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.sums import made_for_here, made_for_named
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.dense import made_dense, make_dense
 from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
-from eagle3.export.lowering.cuda.weights.int4_records_tensor import pack_records
 from eagle3.export.lowering.cuda.weights.quantization import (
     check_quantized_headers,
     check_recipe,
@@ -91,6 +91,11 @@ def named_arch(plan: Plan) -> str:
     return plan.config.cuda_arch
 
 
+def starts_early(plan: Plan) -> bool:
+    """Return True if kernels begin before those in front of them have ended."""
+    return layout_of(plan.config.int4_layout).early and can_start_early(local_arch() or named_arch(plan))
+
+
 class NvidiaBackend:
     """See ``eagle3.export.lowering.backend.Backend``."""
 
@@ -115,13 +120,9 @@ class NvidiaBackend:
         skeleton = plan.skeleton
         if plan.qlinear == "checkpoint":
             check_quantized_headers(plan.target_headers, skeleton)
-        if plan.config.in_records and not has_int4(plan):
-            layout = plan.config.int4_layout
+        layout = plan.config.int4_layout
+        if layout_of(layout).pack and not has_int4(plan):
             raise ValueError(f"--int4-layout {layout} is for INT4 weights, and this export has none: leave it out")
-        if plan.config.launches_early:
-            check_since_sm_90("--launches early", local or named_arch(plan))
-        if plan.config.prefetches_weights:
-            check_since_sm_90(f"--int4-layout {PREFETCHED}", local or named_arch(plan))
         if plan.qlinear in CUDA_RECIPES[1:]:
             check_recipe("--qlinear", plan.qlinear, skeleton.model, plan.target_config)
         if plan.draft_qlinear in CUDA_RECIPES[1:]:
@@ -146,7 +147,7 @@ class NvidiaBackend:
         return None
 
     def held_bytes(self, plan: Plan) -> int:
-        makes = plan.qlinear in CUDA_RECIPES[1:] or plan.config.in_records
+        makes = plan.qlinear in CUDA_RECIPES[1:] or layout_of(plan.config.int4_layout).pack is not None
         return self.footprint(plan).target if makes else 0
 
     def conversion(self, plan: Plan) -> CudaWeights:
@@ -168,8 +169,9 @@ class NvidiaBackend:
             lay_out(speculator.draft, spare=speculator.target.parameters())
 
     def pack(self, speculator: Eagle3Speculator, plan: Plan, folder: Path) -> dict[str, Any]:
-        """Pack INT4 weights into records, if the plan says so."""
-        return {"int4_weights": pack_records(speculator, folder)} if plan.config.in_records else {}
+        """Pack INT4 weights into their layout, if they are not loaded in it."""
+        pack = layout_of(plan.config.int4_layout).pack
+        return {"int4_weights": pack(speculator, folder)} if pack else {}
 
     def measured_conversion(self, plan: Plan) -> Convert:
         if plan.qlinear in CUDA_RECIPES[1:]:
@@ -201,7 +203,7 @@ class NvidiaBackend:
         local = local_arch()
         return {
             "cuda_arch": local or plan.config.cuda_arch,
-            "launches": plan.config.launches or LAUNCH_ORDERS[0],
+            "launches": "early" if starts_early(plan) else "in-order",
             "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "chosen by estimate",
             "linears": {name: check_linears(name, program) for name, program in programs.items()},
             "toolchain": {"triton": version_of("triton"), "nvcc": nvcc_version()},
@@ -227,8 +229,8 @@ class NvidiaBackend:
         for name, program in programs.items():
             gate_in_products(program)
             rotate_in_attention(program)
-            if plan.config.prefetches_weights and name != PREFILL:
-                prefetch_weights(program, plan.config.launches_early)
+            if starts_early(plan) and name != PREFILL:
+                prefetch_weights(program)
         lengths = {name: ranges(program) for name, program in programs.items()}
         rows = {method.name: 1 if method.name in (DRAFT_DECODE, FORWARD) else method.max_len for method in plan.methods}
         longest = {method.name: method.max_len for method in plan.methods}
@@ -247,7 +249,7 @@ class NvidiaBackend:
             fused_further(),
             barriers_between_loops(),
             rows_in_registers(),
-            early_launches() if plan.config.launches_early else nullcontext(),
+            early_launches() if starts_early(plan) else nullcontext(),
             counters_unchanged(),
             prefetches_unseen(),
             analyzed_once(),

@@ -17,7 +17,9 @@ from torch import nn
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.configuration.config import CUDA_RECIPES
 from eagle3.export.draft.loading import unfilled
-from eagle3.export.lowering.cuda.kernels import bf16, int4, int4_records, record_layout, recurrent, sums
+from eagle3.export.lowering.cuda.kernels import bf16, recurrent, sums
+from eagle3.export.lowering.cuda.kernels.int4.layouts import layout_of
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.small_m import Blocks
 from eagle3.export.lowering.cuda.weights.experts import fused_linears
@@ -154,8 +156,8 @@ def _most_part_bytes(plan: Plan, linears: list[nn.Linear]) -> int:
     if plan.draft_qlinear == "none":
         return most
     outputs, k = sum(each.out_features for each in linears), linears[0].in_features
-    if plan.config.in_records and record_layout.fits(outputs, k, INT4_GROUP):
-        parts = int4_records.shares_here(outputs, k, plan.few_rows).parts
+    parts = layout_of(plan.config.int4_layout).parts(outputs, k, INT4_GROUP, plan.few_rows)
+    if parts is not None:
         return max(most, FLOAT32 * parts * outputs if parts > 1 else 0)
     return max(most, _part_bytes(linears, int4.INT4, int4.BLOCK))
 

@@ -15,7 +15,7 @@ from eagle3.export.fit.dry_run import quantization_of
 from eagle3.export.fit.fitting import Measured
 from eagle3.export.fit.quantized import quantized_target
 from eagle3.export.lowering.backend import load_backend
-from eagle3.export.lowering.cuda.kernels.int4 import int4_reference
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import int4_reference
 from eagle3.export.planning.plan import make_plan
 
 

@@ -4,9 +4,9 @@ attend to."""
 import torch
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.graph.dispatch import shared_counters
 from eagle3.export.lowering.cuda.kernels.attention import attention
 from eagle3.export.lowering.cuda.kernels.attention_sums import FEW
+from eagle3.export.lowering.cuda.kernels.product import shared_counters
 from eagle3.export.lowering.cuda.weights.traced_rows import from_one_row, most_rows
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 

@@ -11,15 +11,14 @@ import torch
 from torch.export import ExportedProgram
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export.lowering.cuda.graph.products import OF_EXPERTS, QUANTIZED
 from eagle3.runner.contract import PREFILL
 
 SMALL_M, LARGE_M, DEQUANTIZE, PER_ROW = "small_m", "large_m", "dequantize", "once a row"
 GATHER, EXPERTS = "gather", "experts"
 _PER_ROW_OPS = "executorch_cuda::"
-_FORMATS = ("int4", "int4_records", "int8", "k_quant")
-_OPS = dict.fromkeys((f"eagle3::{each}_small_m" for each in _FORMATS), SMALL_M)
-_OPS["eagle3::int8_experts_small_m"] = EXPERTS
-_OPS |= dict.fromkeys((f"eagle3::{each}_matmul" for each in _FORMATS), LARGE_M)
+_OPS = {name: kind for each in QUANTIZED for name, kind in zip(each.names, (SMALL_M, LARGE_M), strict=True)}
+_OPS |= {operator._qualname: EXPERTS for operator in OF_EXPERTS}
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ from torch.fx import Node
 from torch.fx.node import Argument
 
 from eagle3.export.lowering.cuda.graph.nodes import part
+from eagle3.export.lowering.cuda.graph.products import PRODUCTS, targets
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 
 aten = torch.ops.aten
 WHOLE = 128
 """The outputs of each half and of each weight must be a multiple of this, so that no tile spans both halves."""
-RECORDS = "eagle3.int4_records_small_m.default"
-"""A matmul whose tiles have outputs of both halves. Its weight has a whole number of records in each half."""
-PRODUCTS = ("eagle3.bf16_small_m.default", "eagle3.int4_small_m.default", RECORDS)
+GATED = targets(tuple(product for product in PRODUCTS if product.gate))
 
 
 def gate_in_products(program: ExportedProgram) -> None:
@@ -41,17 +40,13 @@ def _gated(activated: Argument, up: Argument) -> Node | None:
         return None
     gate, parent = activated.args[0], up.args[0]
     wide = parent.args[0] if parent.target is aten.chunk.default else parent
-    if (
-        gate.args[0] is not parent
-        or wide.target is not aten.reshape.default
-        or str(wide.args[0].target) not in PRODUCTS
-    ):
+    if gate.args[0] is not parent or wide.target is not aten.reshape.default or str(wide.args[0].target) not in GATED:
         return None
     product = wide.args[0]
     once = [activated, gate, up, product] + [wide] * (wide is not parent)
     if set(parent.users) != {gate, up} or any(len(node.users) > 1 for node in once):
         return None
-    if str(product.target) == RECORDS:
+    if GATED[str(product.target)].gate == "halves":  # each half has a whole number of tiles
         return wide
     weights = product.args[1] if isinstance(product.args[1], list | tuple) else [product.args[1]]
     outputs = [product.meta["val"].shape[1] // 2, *(weight.meta["val"].shape[0] for weight in weights)]

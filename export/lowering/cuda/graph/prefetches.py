@@ -18,18 +18,19 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import Argument
 
+from eagle3.export.lowering.cuda.graph.products import PRODUCTS, targets
+
 PART = torch.ops.export.access_subclass_inner_tensor.default
 """Reads a part of a quantized weight in a traced graph."""
-ASKING = ("eagle3.bf16_small_m.default", "eagle3.int4_records_small_m.default")
+ASKING = targets(tuple(product for product in PRODUCTS if product.asks_l2))
 """The matmuls that ask L2 for weights, and whose weights are asked for."""
 FEW_ROWS = "_small_m.default"
 """The ending of the names of all matmuls of few rows."""
 
 
-def prefetch_weights(program: ExportedProgram, early: bool) -> int:
-    """Give each matmul of ``ASKING`` the weight of the next matmul, if that is one too, in place. Return the number of
-    matmuls that ask for one. ``early`` is True if launches begin early: then each also begins with its own weight
-    before it waits.
+def prefetch_weights(program: ExportedProgram) -> int:
+    """Give each matmul of ``ASKING`` the weight of the next matmul, if that is one too, in place, and let it begin with
+    its own weight before it waits. Return the number of matmuls that ask for a next weight.
 
     Neither is done with a weight that is not a parameter.
     """
@@ -37,7 +38,7 @@ def prefetch_weights(program: ExportedProgram, early: bool) -> int:
     for product, after in _with_next(program):
         if str(product.target) not in ASKING:
             continue
-        if early and _is_constant(product.args[1], program):
+        if _is_constant(product.args[1], program):
             product.kwargs = product.kwargs | {"early": True}
         if after is not None and str(after.target) in ASKING and _is_constant(after.args[1], program):
             product.kwargs = product.kwargs | {"following": _before(product, after.args[1])}

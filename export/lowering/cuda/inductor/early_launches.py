@@ -6,7 +6,7 @@ of programmatic stream serialization. Its programs take their places as soon as 
 started and places are free. They wait for that kernel's end (``griddepcontrol.wait``) before anything else.
 
 **Every kernel waits**, in its first statement, so that a kernel's end includes the end of all before it. A kernel that
-is called with the constant ``EARLY`` (``int4_records.py`` and ``bf16.py``, ``--int4-layout records-prefetched``) waits
+is called with the constant ``EARLY`` (``Product.asks_l2``) waits
 itself, after it has loaded weights or asked L2 for them. No kernel writes these.
 
 Inductor's own option, ``triton.enable_pdl``, lets a kernel skip the wait if the kernel in front writes nothing that it
@@ -49,11 +49,9 @@ EARLY = """CUlaunchAttribute early = {};
                 CUDA_DRIVER_CHECK(cuLaunchKernelEx(&config, func, args, nullptr));"""
 
 
-def check_since_sm_90(flag: str, arch: str) -> None:
-    """Raise ValueError for a flag that needs early launches or prefetches into L2, and an architecture, such as
-    "sm_89", that lacks both."""
-    if BY_ARCH[arch].arch < FIRST_WITH:
-        raise ValueError(f"{flag} is for sm_{FIRST_WITH} and later, not {arch}: leave it out")
+def can_start_early(arch: str) -> bool:
+    """Return True if an architecture, such as "sm_90", has early launches, and with them prefetches into L2."""
+    return BY_ARCH[arch].arch >= FIRST_WITH
 
 
 @contextmanager
@@ -85,7 +83,7 @@ def launching_early(helpers: str) -> str:
     """Return the C++ helpers of AOTInductor's wrapper with a launch that may begin early. Raises ValueError if they
     launch kernels in another way than the tested version."""
     if helpers.count(IN_ORDER) != 1:
-        raise ValueError("AOTInductor's launchKernel is not the one that --launches early replaces: leave the flag out")
+        raise ValueError("AOTInductor's launchKernel is not the one that is replaced: type --int4-layout tiles")
     return helpers.replace(IN_ORDER, EARLY)
 
 

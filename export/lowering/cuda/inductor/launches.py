@@ -1,9 +1,9 @@
 """Records the launches of each method from Inductor's code generation: kernels, grids, and the bytes that they read.
 
 A library (``.so``) holds the kernels' machine code. How often each kernel is launched, over which grid and with which
-weights, is in generated C++ that is compiled into the library, so it is recorded here while the C++ is written. With
-both, ``eagle3-inspect --cost`` computes lower bounds for the time of a call (``runner/inspect/cost/bound.py``). Kernels
-of other libraries, such as cuBLAS, would be missing; ExecuTorch's backend uses none.
+weights, is in generated C++ that is compiled into the library, so it is recorded here while the C++ is written. A
+runner checks the size of blocks and the workspace, and ``scripts/gpu/gpu_cost.py`` computes bounds for the time of a
+call. Kernels of other libraries, such as cuBLAS, would be missing; ExecuTorch's backend uses none.
 """
 
 import math
@@ -30,12 +30,8 @@ from torch._inductor.ir import Buffer
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
-from eagle3.export.lowering.cuda.kernels.int4 import TILE as INT4_TILE
-from eagle3.export.lowering.cuda.kernels.recurrent import CHUNK_WARPS
-from eagle3.export.lowering.cuda.kernels.sums import Division
 from eagle3.export.patching.patches import all_replaced
 from eagle3.runner.contract import WORKSPACE
-from eagle3.targets.spec import ROLLBACK_ROWS
 
 WARP = 32
 VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
@@ -45,58 +41,11 @@ ONLY_ASKED_FOR = "NEXT"
 
 
 @dataclass(frozen=True)
-class Products:
-    """The work of a matmul kernel: the work of one iteration of its main loop, and the number of iterations over the
-    whole grid."""
-
-    weights: int
-    """Weights per iteration: the outputs of a tile times the block size along K."""
-    multiply_adds: int
-    """The least multiply-adds of an iteration on the tensor cores. They identify an unrolled loop."""
-    iterations: int
-
-
-@dataclass(frozen=True)
-class CacheReads:
-    """The work of an attention kernel for each position of its cache that it reads."""
-
-    slots: int
-    position_bytes: int
-    """Bytes of a position's keys and values in all heads, with their scales."""
-    chunk: int
-    """The number of positions that a program reads, if positions are divided among programs."""
-    equal: int
-    """The number of chunks of a whole context that have this size. After them come half as many chunks of twice the
-    size, and so on. 0 means that all chunks have this size."""
-    sum_bytes: int
-    """The bytes of partial sums that a program writes, over all heads; 0 if it writes none."""
-    sum_steps: int
-    """The steps in which the last program adds the partial sums of a chunk; 0 if another launch adds them."""
-    block: int
-    """Positions per iteration of its main loop."""
-    multiply_adds: int
-    """The least multiply-adds of an iteration on the tensor cores."""
-    row_tiles: int
-    """The number of tiles of rows that a program takes one after the other."""
-
-
-@dataclass(frozen=True)
-class Sums:
-    """The work of a kernel that adds the partial sums of attention to a whole context."""
-
-    chunk: int
-    equal: int
-    part_bytes: int
-    """The bytes of a chunk's partial sums, over all heads."""
-    ahead: int
-    """The number of chunks that are loaded together."""
-
-
-@dataclass(frozen=True)
 class Launch:
-    """One launch. ``weight_bytes`` is the number of bytes of weights that it reads. ``buffer_bytes`` has the bytes of
-    each other tensor. Caches and partial sums are left out, since how much of them is read depends on the number of
-    tokens; see ``cache`` and ``sums``. ``shared_bytes`` is the dynamic shared memory of a block."""
+    """One launch. ``weight_bytes``: bytes of the weights that it reads; ``buffer_bytes``: those of each other tensor,
+    the largest first. KV caches are left out, since how much of them is read depends on the number of tokens.
+    ``shared_bytes``: the dynamic shared memory of a block. ``constants`` and ``arguments``: (name, value) of the
+    integers that the kernel is compiled with and called with."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -104,11 +53,12 @@ class Launch:
     shared_bytes: int
     weight_bytes: int
     buffer_bytes: tuple[int, ...]
-    products: Products | None
-    cache: CacheReads | None = None
-    sums: Sums | None = None
-    state_bytes: int = 0
-    """The bytes that it reads and writes of a recurrent state and of the ring of its changes."""
+    constants: tuple[tuple[str, int], ...]
+    arguments: tuple[tuple[str, int], ...]
+
+    def record(self, count: int) -> dict[str, Any]:
+        named = {"constants": dict(self.constants), "arguments": dict(self.arguments)}
+        return asdict(self) | named | {"count": count}
 
 
 @contextmanager
@@ -167,7 +117,7 @@ def _method(calls: list[tuple[str, list[Any]]], sources: Mapping[str, str], rows
         counted[launch] += 1
         for name, size in weights.items():
             read[name] = max(size, read.get(name, 0))
-    launches = [asdict(launch) | {"count": count} for launch, count in counted.items()]
+    launches = [launch.record(count) for launch, count in counted.items()]
     return {"rows": rows, "weight_bytes": sum(read.values()), "launches": launches}
 
 
@@ -183,13 +133,12 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
     x, y, z = GridExpr.from_meta(meta, known["config"], mode="python").eval_slow(values)
     elements = _elements(meta, values)
     constants = _constants(known, source)
-    reads, added = cache_reads(constants, rows), sums_read(constants, rows)
     weights, buffers = {}, {}
     read = [argument for name, argument in zip(known["def_args"], arguments, strict=True) if name != ONLY_ASKED_FOR]
     for name in {VIEW.sub(r"\1", argument) for argument in read if isinstance(argument, str)}:
         if name in V.graph.constants:
             constant = V.graph.constants[name]
-            if name in V.graph.mutated_buffers or reads and reads.slots in constant.shape:
+            if name in V.graph.mutated_buffers or constants.get("SLOTS") in constant.shape:
                 continue  # a cache; the draft step of an assistant reads caches that it does not write
             weights[name] = _bytes(constant.shape, constant.dtype, elements)
             if experts := constants.get("EXPERTS"):  # no more experts are read than choices are made
@@ -197,20 +146,15 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
         elif (buffer := V.graph.try_get_buffer(name)) is not None:
             shape = [_counted(size, rows) for size in buffer.get_size()]
             buffers[name] = _bytes(shape, buffer.get_dtype(), elements)
-    left = sorted(buffers.values(), reverse=True)
     launch = Launch(
         kernel,
         (int(x), int(y), int(z)),
         known["num_warps"] * WARP,
         known["shared_mem"],
         sum(weights.values()),
-        # the largest tensor holds the sums of all chunks
-        tuple(left[1:] if added or reads and reads.sum_bytes else left),
-        products(known["mangled_name"], constants, x * y * z, values.get("M", rows))
-        or block_products(constants, values),
-        reads,
-        added,
-        state_bytes(constants, values),
+        tuple(sorted(buffers.values(), reverse=True)),
+        tuple(sorted(constants.items())),
+        tuple(sorted(values.items())),
     )
     return launch, weights
 
@@ -279,99 +223,3 @@ def _constants(known: Mapping[str, Any], source: str) -> dict[str, int]:
     numbers = {name: int(value) for name, value in found}
     given = known["triton_meta"].get("constants", {}) | known["config"]
     return numbers | {name: value for name, value in given.items() if isinstance(value, int)}
-
-
-def products(kernel: str, constants: Mapping[str, int], blocks: int, rows: int) -> Products | None:
-    """Return the work of a kernel that multiplies by quantized weights, or of a template's kernel; None for any other
-    kernel.
-
-    The sizes are found by the names of its constants: ``N`` (or ``N0`` and so on for several weights), ``K``,
-    ``BLOCK_N`` and ``BLOCK_K``. Of experts (``TOP_K`` of ``EXPERTS`` a row), as many different ones are assumed to be
-    chosen as possible.
-    """
-    if kernel.startswith("_fused_moe"):  # ExecuTorch's kernel
-        constants = {**constants} | {f"BLOCK_{axis}": constants[f"BLOCK_SIZE_{axis}"] for axis in "MNK"}
-    outputs = [constants[name] for name in ("N", "N0", "N1", "N2") if name in constants]  # one for each weight
-    k, block_n, run_of_k = (constants.get(name) for name in ("K", "BLOCK_N", "BLOCK_K"))
-    if run_of_k is None or k is None or block_n is None or not outputs:
-        return None
-    if experts := constants.get("EXPERTS"):  # a program ends at once if an earlier choice is of the same expert
-        choices = rows * constants["TOP_K"]
-        blocks = blocks * min(choices, experts) // choices
-    tile = max(block_n, INT4_TILE) if "N0" in constants else block_n
-    tiles = sum(math.ceil(n / tile) for n in outputs) * (tile // block_n)
-    block_m = constants.get("BLOCK_M", 8 if rows <= 8 else 16)
-    division = Division(constants.get("WHOLE", 0), constants.get("SPLITS", 1))
-    # of records, blocks are shared evenly among any number of programs
-    row_tiles = max(1, blocks // (constants.get("PROGRAMS") or math.prod(division.programs(tiles))))
-    if "DIVIDED" in constants:  # the number of parts depends on the rows
-        row_tiles = math.ceil(rows / block_m)
-    if at_a_time := constants.get("ROWS"):  # a program takes its rows in several tiles, in one image of its code
-        row_tiles, block_m = row_tiles * (block_m // at_a_time), at_a_time
-    weights = block_n * run_of_k
-    halves = "_int8_small_m", "_int8_experts_small_m"
-    dots = 2 if kernel.startswith(halves) else 1  # two products for each weight, of its low and its high half
-    return Products(weights, weights * block_m * dots, tiles * row_tiles * math.ceil(k / run_of_k))
-
-
-def cache_reads(constants: Mapping[str, int], rows: int) -> CacheReads | None:
-    """Return the work of an attention kernel, from the names of its constants; None for any other kernel."""
-    if not {"SLOTS", "KV_HEADS", "CODES"} <= constants.keys():
-        return None
-    width, block, rows_of_program = constants["BLOCK_D"], constants["BLOCK_N"], constants["BLOCK_M"]
-    at_a_time, divided = constants.get("ROWS", rows_of_program), "CHUNK" in constants
-    head = constants["D"] + torch.float32.itemsize if constants["CODES"] else constants["D"] * torch.bfloat16.itemsize
-    return CacheReads(
-        slots=constants["SLOTS"],
-        position_bytes=2 * constants["KV_HEADS"] * head,
-        chunk=constants["CHUNK"] if divided else constants["SLOTS"],
-        equal=constants["MOST"] if divided and constants["DOUBLINGS"] >= 0 else 0,
-        sum_bytes=4 * rows * constants["KV_HEADS"] * constants["GROUPS"] * constants["D"]
-        if divided and not constants["DIRECT"]
-        else 0,
-        sum_steps=math.ceil(width / constants["COLUMNS"]) if divided and constants["DOUBLINGS"] < 0 else 0,
-        block=block,
-        multiply_adds=2 * at_a_time * block * width,
-        row_tiles=rows_of_program // at_a_time,
-    )
-
-
-def state_bytes(constants: Mapping[str, int], values: Mapping[str, int]) -> int:
-    """Return the bytes that a kernel of ``recurrent.py`` reads and writes of a state and of its ring, from its
-    arguments; 0 for any other kernel. As many rows are taken to be committed as the call has."""
-    if "KEY_HEADS" not in constants:
-        return 0
-    arguments = {**constants, **values}
-    state = constants["HEADS"] * constants["D_K"] * constants["D_V"]
-    if "count" in arguments:  # a chunk reads the state, and writes it twice
-        return torch.float32.itemsize * (3 * state + ROLLBACK_ROWS * constants["WIDTH"])
-    written = arguments["rows"] - arguments["begin"]
-    changes = written if arguments["begin"] else 2 * written  # the last rows of a chunk commit nothing
-    return torch.float32.itemsize * (2 * state + changes * constants["WIDTH"])
-
-
-def block_products(constants: Mapping[str, int], values: Mapping[str, int]) -> Products | None:
-    """Return the work of a recurrent chunk's kernel, from its arguments; None for any other kernel. An iteration of its
-    loop is a block of rows, and its products have three terms each. Decays of channels make a loop within it, which is
-    counted once, as in the machine code."""
-    if "DOUBLINGS" not in constants or "KEY_HEADS" not in constants:
-        return None
-    block, width, columns = constants["BLOCK"], constants["BLOCK_K"], constants["COLUMNS"]
-    by_keys = block * block * width + 2 * block * width * columns
-    by_all_warps = 0
-    if constants["DELTA"]:  # keys by keys and by the state, and an inverse
-        by_keys += block * block * width + block * width * columns
-        by_keys += block * block * width if constants["DECAYS"] > 1 else 0  # decays by ones
-        by_all_warps = 2 * (constants["DOUBLINGS"] - 1) * block**3 * CHUNK_WARPS
-    programs = constants["HEADS"] * math.ceil(constants["D_V"] / columns)
-    blocks = math.ceil(values["count"] / block)
-    return Products(width * columns, 3 * (by_keys + by_all_warps), programs * blocks)
-
-
-def sums_read(constants: Mapping[str, int], rows: int) -> Sums | None:
-    """Return the work of a kernel that adds partial sums of attention, from the names of its constants; None for any
-    other kernel."""
-    if "BLOCK_PARTS" not in constants:
-        return None
-    part_bytes = torch.float32.itemsize * rows * constants["HEADS"] * constants["D"]
-    return Sums(constants["CHUNK"], constants["MOST"], part_bytes, constants["AHEAD"])

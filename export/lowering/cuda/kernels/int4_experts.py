@@ -2,7 +2,7 @@
 
 ExecuTorch's ``fused_moe`` reads the weights once for each row, loads each byte twice, and takes 10 to 12 instructions
 per weight. A program of this kernel takes 128 outputs of one expert (``choices.py``) with the instructions of
-``int4.py``.
+``int4/tiles/kernel.py``.
 
 Weights are symmetric: w = (q - 8) * s, with a scale for each 32 weights along K. Their codes are those of
 ``fused_moe``, which reads them for many rows (``sorted_experts.py``). A program computes the same 64 outputs of gate
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from eagle3.export.lowering.cuda.kernels.choices import choices_of, launch
-from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, TILE, add_half
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import BLOCK, TILE, add_half
 from eagle3.export.lowering.cuda.kernels.small_m import (
     WARPS,
     check_contiguous,

@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, TILE, in_rows
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import BLOCK, TILE, in_rows
 from eagle3.export.lowering.cuda.kernels.small_m import (
     ROWS,
     WARPS,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels.record_layout import RECORD
+from eagle3.export.lowering.cuda.kernels.int4.records.layout import RECORD
 from eagle3.export.lowering.cuda.kernels.small_m import check_contiguous
 
 NEXT_BYTES = 20 << 20

@@ -1,5 +1,5 @@
 """Linear layers of few rows over INT8 weights in Triton; each weight byte is read once for 16 rows. The kernels of INT4
-(``int4.py``) and of GGUF's K-quants (``k_quants.py``) share parts of this module.
+(``int4/``) and of GGUF's K-quants (``k_quants.py``) share parts of this module.
 
 The weights are torchao's ``IntxUnpackedToInt8Tensor``. Arithmetic, for a row x and a group g of K (``q``: codes; ``s``,
 ``z``: the group's scale and zero point)::

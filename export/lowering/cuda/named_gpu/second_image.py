@@ -36,7 +36,7 @@ PARAMETERS = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
 
 
 class Image(NamedTuple):
-    """A kernel for ``ARCH``, as machine code and as PTX. The PTX is for ``eagle3-inspect --check-code``."""
+    """A kernel for ``ARCH``, as machine code and as PTX. The PTX is searched for barriers by tests."""
 
     cubin: bytes
     ptx: str

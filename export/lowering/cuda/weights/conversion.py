@@ -17,7 +17,7 @@ from torchao.quantization import IntxUnpackedToInt8Tensor
 from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.lowering.cuda.weights import int4_tensor
+from eagle3.export.lowering.cuda.kernels.int4.tiles import tensor as int4_tensor
 from eagle3.export.lowering.cuda.weights.experts import fused_linears
 from eagle3.export.lowering.cuda.weights.int4_layout import exact_layout, has_whole_zeros
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor, laid_out

@@ -4,7 +4,7 @@ import torch
 from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
 from torch import Tensor, nn
 
-from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
+from eagle3.export.lowering.cuda.kernels.int4.tiles.tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor
 from eagle3.targets.loading import dequantized, is_plain
 from eagle3.targets.spec import Convert

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.checkpoints.gguf_file import K_QUANTS, super_scales
-from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, TILE, in_tiles
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import BLOCK, TILE, in_tiles
 from eagle3.export.lowering.cuda.kernels.k_quants import by_row, code_bits, dequantized, dequantized_rows, packed
 
 _DECODED = {"q4_k": _q4_k_fields, "q5_k": _q5_k_fields, "q6_k": _q6_k_fields}

@@ -18,8 +18,8 @@ from torch import nn
 
 from eagle3.export.checkpoints.gguf_file import BLOCKS, K_QUANTS
 from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.lowering.cuda.kernels.int4.tiles.tensor import lay_out_int4
 from eagle3.export.lowering.cuda.weights.experts import expert_rules, fused_linears
-from eagle3.export.lowering.cuda.weights.int4_tensor import lay_out_int4
 from eagle3.targets.spec import Skeleton
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from machine_code.barriers import NO_BARRIER, faults
 from ptx_of_kernels import KERNELS, edited, names_of, on_meta, ptx_of
 
 from eagle3.export.lowering.cuda.kernels import attention, large_m, sums
-from eagle3.runner.inspect.machine_code.barriers import NO_BARRIER, faults
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it is Triton's target")
 ARCH = "sm_90"

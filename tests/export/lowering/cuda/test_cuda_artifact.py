@@ -14,7 +14,7 @@ from shared_libraries import loaded_by
 from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
-from eagle3.export.lowering.cuda.weights.int4_records_tensor import pack_records
+from eagle3.export.lowering.cuda.kernels.int4.records.tensor import pack_records
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.speculator.merged_linears import merge_linears

@@ -10,9 +10,11 @@ import torch
 import triton
 import triton.language as tl
 import triton_interpreter
+from gpu_cost import chunks
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from kernel_usage import usage as usage_of
+from machine_code.barriers import faults
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
@@ -28,8 +30,6 @@ from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
 from eagle3.runner.hardware.gpus import BY_ARCH
-from eagle3.runner.inspect.cost.bound import chunks
-from eagle3.runner.inspect.machine_code.barriers import faults
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 SLOTS, WINDOW, DIM = 300, 100, 16

@@ -13,7 +13,7 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.graph.rotations import ATTENTION, rotate_in_attention
-from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
+from eagle3.export.lowering.cuda.kernels.int4.tiles.tensor import TiledInt4Tensor
 from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.planning.methods import MethodPlan
 from eagle3.export.planning.plan import make_plan

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from eagle3.export.lowering.cuda.graph.check import check_linears, quantized_uses
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
-from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
+from eagle3.export.lowering.cuda.kernels.int4.tiles.tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor, laid_out
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
 from eagle3.export.speculator.merged_linears import concatenated

@@ -14,11 +14,12 @@ from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrid
 from eagle3.export.lowering.cuda.inductor.early_launches import (
     RELEASE,
     WAIT,
-    check_since_sm_90,
+    can_start_early,
     early_launches,
     launching_early,
     waiting,
 )
+from eagle3.runner.hardware.gpus import BY_ARCH
 
 POINTWISE = """async_compile.triton('triton_poi_fused_add_0', '''
 import triton
@@ -80,11 +81,8 @@ def test_every_launch_of_the_wrapper_has_the_attribute():
         launching_early(early)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
-def test_an_architecture_without_early_launches_is_refused(arch):
-    with pytest.raises(ValueError, match=f"for sm_90 and later, not {arch}: leave it out"):
-        check_since_sm_90("--launches early", arch)
-    check_since_sm_90("--launches early", "sm_90")
+def test_kernels_start_early_from_sm_90_on():
+    assert [arch for arch in BY_ARCH if not can_start_early(arch)] == ["sm_80", "sm_86", "sm_89"]
 
 
 class Softmax(nn.Module):

@@ -14,6 +14,7 @@ from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.lowered_backend_module import LoweredBackendModule
+from machine_code.runtime_symbols import lacking
 from random_checkpoints import FAMILIES, SIZE
 from torch import nn
 from torch._inductor import config as inductor
@@ -27,13 +28,20 @@ from triton_interpreter import interpreted
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.fusion import fused_further
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
-from eagle3.export.lowering.cuda.kernels import choices, int4, int4_experts, int8_experts, small_m, sorted_experts, sums
+from eagle3.export.lowering.cuda.kernels import (
+    choices,
+    int4_experts,
+    int8_experts,
+    small_m,
+    sorted_experts,
+    sums,
+)
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.weights import experts as fused
 from eagle3.export.lowering.cuda.weights.quantization import check_recipe, fitted_recipe, quantize
 from eagle3.runner.artifact.cuda_library import read_library
-from eagle3.runner.inspect.machine_code.runtime_symbols import lacking
 from eagle3.targets.decoder_layers import skeleton
 from eagle3.targets.experts import Experts
 

@@ -21,7 +21,8 @@ from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph.gates import gate_in_products
-from eagle3.export.lowering.cuda.kernels import bf16, int4, small_m, sums
+from eagle3.export.lowering.cuda.kernels import bf16, small_m, sums
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU, gated
 
 ACTIVATIONS = (SILU, GELU_TANH)

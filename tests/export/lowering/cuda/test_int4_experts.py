@@ -11,7 +11,8 @@ from torch import Tensor
 from triton_interpreter import interpreted, words_read
 
 from eagle3.export.lowering.cuda.kernels import choices as kernel_choices
-from eagle3.export.lowering.cuda.kernels import int4, int4_experts, small_m, sums
+from eagle3.export.lowering.cuda.kernels import int4_experts, small_m, sums
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 
 KERNELS = sums, small_m, int4, kernel_choices, int4_experts

@@ -7,7 +7,9 @@ from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
+from gpu_work import work_of
 from kernel_usage import SHARED, usage
+from machine_code.ptx import SECTOR, WARP, loads
 from matmul_parts import Int4Linear, assert_product, parts
 from small_m_weights import activations, int4_weight
 from torch import Tensor
@@ -17,10 +19,11 @@ from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.backend import OPTIONS
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
-from eagle3.export.lowering.cuda.kernels import int4, int4_matmul, large_m, small_m, sums
+from eagle3.export.lowering.cuda.kernels import large_m, small_m, sums
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
+from eagle3.export.lowering.cuda.kernels.int4.tiles import matmul as int4_matmul
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.runner.hardware.gpus import BY_ARCH
-from eagle3.runner.inspect.machine_code.ptx import SECTOR, WARP, loads
 
 WGMMA, PLAIN, OTHER = "wgmma", "the same grid without wgmma", "another GPU"
 FORMS = [WGMMA, PLAIN, OTHER]
@@ -227,7 +230,7 @@ def test_both_int4_kernels_for_dynamic_rows_share_one_input():
     with short_cuts(), named_gpu("sm_90"), options, recorded_launches(*rows) as found:
         to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)], compile_config=EDGE)
     (recorded,) = found.values()
-    (launch,) = (entry for entry in recorded["launches"] if entry["products"])
+    (launch,) = (entry for entry in recorded["launches"] if work_of(entry, 20)[0])
     assert "small_m" in launch["kernel"] and launch["grid"][0] == 2
     sums_of_parts = 4 * (1024 // large_m.WGMMA_ROWS * large_m.MOST_PARTS) * large_m.WGMMA_ROWS * large_m.TILE
     assert recorded["workspace_bytes"] == sums_of_parts + 1024 * (512 + 48) * 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton.language as tl
 from cuda_lowered import lowered
+from gpu_work import work_of
 from kernel_usage import usage
 from small_m_weights import activations, int4_weight
 from torch import Tensor, nn
@@ -15,9 +16,12 @@ from torch.export import Dim
 from triton_interpreter import asked_of_l2, exact_dots, interpreted, loaded_before_waits, words_read
 
 from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged
-from eagle3.export.lowering.cuda.kernels import int4, int4_records, record_layout, small_m, sums
-from eagle3.export.lowering.cuda.kernels.int4_records import shares
-from eagle3.export.lowering.cuda.kernels.record_layout import records, unpacked
+from eagle3.export.lowering.cuda.kernels import small_m, sums
+from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
+from eagle3.export.lowering.cuda.kernels.int4.records import layout as record_layout
+from eagle3.export.lowering.cuda.kernels.int4.records.kernel import shares
+from eagle3.export.lowering.cuda.kernels.int4.records.layout import records, unpacked
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.runner.hardware.gpus import BY_ARCH
 
 TYPES = ["*bf16", "*u8", "*u8", "*i32", "*fp32", "*bf16", "i32"]
@@ -297,5 +301,5 @@ def test_an_export_keeps_the_limits_of_registers_and_copies_no_weight():
     assert [graph.blocks[name]["maxnreg"] for name, _ in calls] == [80, 128] * 2
     assert [arguments[1] for _, arguments in calls] == ["narrow"] * 2 + ["wide"] * 2
     assert all(arguments[3] == "arrived" for _, arguments in calls)
-    products = [entry["products"] for entry in graph.launches if entry["products"]]
-    assert [(each["weights"], each["iterations"]) for each in products] == [(64 * 256, 2), (64 * 256, 8)]
+    products = [done for entry in graph.launches if (done := work_of(entry, 1)[0])]
+    assert [(each.weights, each.iterations) for each in products] == [(64 * 256, 2), (64 * 256, 8)]

@@ -4,23 +4,19 @@ GPU."""
 import pytest
 import torch
 from kernel_usage import SHARED, usage
+from machine_code.ptx import SECTOR, WARP, loads
 from matmul_parts import assert_product, parts
 from small_m_weights import activations, int4_weight
 from torch import Tensor
 from torch.export import Dim, export
 from triton_interpreter import interpreted, words_read
 
-from eagle3.export.lowering.cuda.kernels import (
-    int4,
-    int4_matmul,
-    int4_records,
-    int4_records_matmul,
-    large_m,
-    small_m,
-    sums,
-)
-from eagle3.export.lowering.cuda.kernels.record_layout import dequantized, records
-from eagle3.runner.inspect.machine_code.ptx import SECTOR, WARP, loads
+from eagle3.export.lowering.cuda.kernels import large_m, small_m, sums
+from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
+from eagle3.export.lowering.cuda.kernels.int4.records import matmul as int4_records_matmul
+from eagle3.export.lowering.cuda.kernels.int4.records.layout import dequantized, records
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
+from eagle3.export.lowering.cuda.kernels.int4.tiles import matmul as int4_matmul
 
 
 def product(x: Tensor, packed: Tensor, most_rows: int = 8, count: int | None = None, arrived: Tensor | None = None):

@@ -14,9 +14,9 @@ from eagle3.export.lowering.cuda.gpu_memory import gpu_memory
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph.gates import gate_in_products
+from eagle3.export.lowering.cuda.kernels.int4.records.tensor import RecordsInt4Tensor, pack_records
+from eagle3.export.lowering.cuda.kernels.int4.tiles.tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.kernels.sums import SILU
-from eagle3.export.lowering.cuda.weights.int4_records_tensor import RecordsInt4Tensor, pack_records
-from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.speculator.merged_linears import concatenated
 

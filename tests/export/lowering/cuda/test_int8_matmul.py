@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_usage import usage
+from machine_code.ptx import SECTOR, WARP, loads
 from matmul_parts import assert_product
 from small_m_weights import activations, int8_weight
 from torch import Tensor
@@ -11,7 +12,6 @@ from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.kernels import int8_matmul, large_m, small_m, sums
 from eagle3.runner.hardware.gpus import gpus_of
-from eagle3.runner.inspect.machine_code.ptx import SECTOR, WARP, loads
 
 
 def product(x: Tensor, *weight: Tensor, arrived: Tensor | None = None, count: int | None = None) -> Tensor:
@@ -106,7 +106,7 @@ GROUPS = {(5376, 32): 7.5, (5376, 5376): 5.4, (2880, 32): 7.5}
 """Instructions a weight at most, by K and group."""
 
 
-COMPILED = [(arch, 5376, 32) for arch in (80, 86, 89, 90, 100, 120)]
+COMPILED = [(arch, 5376, 32) for arch in (80, 89, 90, 100, 120)]
 COMPILED += [(arch, *sizes) for arch in (80, 90) for sizes in ((5376, 5376), (2880, 32))]
 
 

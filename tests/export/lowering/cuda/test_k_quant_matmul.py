@@ -89,7 +89,7 @@ TYPES = ["*bf16", "*u8", "*u8", "*u8", "*fp16", "*i32", "*fp32", "*bf16", "i32"]
 
 
 COMPILED = [("Q4_K", 80, True), ("Q4_K", 90, True), ("Q5_K", 80, True), ("Q5_K", 90, True), ("Q6_K", 90, False)]
-COMPILED += [("Q6_K", arch, True) for arch in (80, 86, 89, 90, 100, 120)]
+COMPILED += [("Q6_K", arch, True) for arch in (80, 89, 90, 100, 120)]
 
 
 @pytest.mark.first(1)

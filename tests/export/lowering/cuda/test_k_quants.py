@@ -217,7 +217,7 @@ INSTRUCTIONS = {"Q4_K": (2.7, 3.5), "Q5_K": (3.7, 4.6), "Q6_K": (3.6, 4.5)}
 
 
 COMPILED = [("Q4_K", 80), ("Q4_K", 90), ("Q5_K", 80), ("Q5_K", 90)]
-COMPILED += [("Q6_K", arch) for arch in (80, 86, 89, 90, 100, 120)]
+COMPILED += [("Q6_K", arch) for arch in (80, 90, 100, 120)]
 
 
 @pytest.mark.first(1)

@@ -18,9 +18,6 @@ from eagle3.export.lowering.cuda.kernels import (
     attention_sums,
     bf16,
     heads,
-    int4,
-    int4_matmul,
-    int4_records,
     int8_matmul,
     k_quant_matmul,
     k_quants,
@@ -29,6 +26,9 @@ from eagle3.export.lowering.cuda.kernels import (
     small_m,
     sums,
 )
+from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
+from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
+from eagle3.export.lowering.cuda.kernels.int4.tiles import matmul as int4_matmul
 
 pytestmark = pytest.mark.races(())  # they watch for themselves
 

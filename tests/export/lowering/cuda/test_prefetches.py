@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import triton.language as tl
-from commands import fail_command
 from cuda_lowered import lowered
 from records_models import Mlp, linear, tiles, traced
 from small_m_weights import activations, int4_weight, int8_weight
@@ -17,17 +16,17 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.codecache import CudaKernelParamCache
 from triton_interpreter import asked_of_l2, interpreted
 
-from eagle3.export.cli import main as export_main
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph.gates import gate_in_products
 from eagle3.export.lowering.cuda.graph.prefetches import PART, prefetch_weights
 from eagle3.export.lowering.cuda.graph.shortcuts import ANALYSIS, counters_unchanged, prefetches_unseen
 from eagle3.export.lowering.cuda.inductor.early_launches import early_launches
-from eagle3.export.lowering.cuda.kernels import bf16, int4_records, small_m, sums
-from eagle3.export.lowering.cuda.kernels.int4_records import BEFORE_THE_WAIT, shares
+from eagle3.export.lowering.cuda.kernels import bf16, small_m, sums
+from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
+from eagle3.export.lowering.cuda.kernels.int4.records.kernel import LEVERS, shares
+from eagle3.export.lowering.cuda.kernels.int4.records.layout import RECORD, records
+from eagle3.export.lowering.cuda.kernels.int4.records.tensor import pack_records
 from eagle3.export.lowering.cuda.kernels.l2 import NEXT_BYTES, of_next
-from eagle3.export.lowering.cuda.kernels.record_layout import RECORD, records
-from eagle3.export.lowering.cuda.weights.int4_records_tensor import pack_records
 
 WAITS, ASKS, WRITES = "griddepcontrol.wait;", "cp.async.bulk.prefetch.L2", ("st.global", "atom.")
 PRODUCTS = torch.ops.eagle3.int4_records_small_m.default, torch.ops.eagle3.bf16_small_m.default
@@ -61,8 +60,7 @@ def home_of(node: torch.fx.Node) -> str:
     return node.name
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_each_matmul_asks_for_the_weight_of_the_next_one(early, tmp_path):
+def test_each_matmul_asks_for_the_weight_of_the_next_one(tmp_path):
     model = Layers(tmp_path)
     with small_m_dispatch(8):
         program = traced(model, 1, 8)
@@ -71,14 +69,14 @@ def test_each_matmul_asks_for_the_weight_of_the_next_one(early, tmp_path):
     gate_in_products(program)
     for node in program.graph.find_nodes(op="call_function", target=PART):
         min(node.users).prepend(node)  # as late as can be
-    assert prefetch_weights(program, early) == 4
+    assert prefetch_weights(program) == 4
     program.graph.lint()  # each node is behind those that it takes
     found = products(program)
     own = [home_of(node.args[1]) for node in found]
     assert len(own) == 5 and len(set(own)) == 4 and own[1] == own[4]
     assert [home_of(node.kwargs["following"]) for node in found[:-1]] == own[1:]
     assert "following" not in found[-1].kwargs
-    assert [node.kwargs.get("early", False) for node in found] == [early] * 5
+    assert [node.kwargs.get("early", False) for node in found] == [True] * 5
     assert torch.equal(program.module()(x), expected)
 
 
@@ -107,7 +105,7 @@ def test_matmuls_over_records_and_bfloat16_ask_for_each_others_weights(tmp_path)
         program = traced(model, 1, 8)
     x = torch.randn(1, 5, 256).bfloat16()
     expected = program.module()(x)
-    assert prefetch_weights(program, True) == 2
+    assert prefetch_weights(program) == 2
     program.graph.lint()
     found = [node for node in program.graph.nodes if str(node.target).endswith("_small_m.default")]
     assert [node.target in PRODUCTS for node in found] == [True, True, False, True, True]
@@ -135,7 +133,7 @@ class BeforeInt8(nn.Module):
 
 def test_a_weight_of_another_kind_is_not_asked_for():
     program = torch.export.export(BeforeInt8(), (activations(3, 256),), strict=False)
-    assert prefetch_weights(program, True) == 0
+    assert prefetch_weights(program) == 0
     assert [node.kwargs.get("early", False) for node in program.graph.nodes if "small_m" in node.name] == [True, False]
 
 
@@ -157,7 +155,7 @@ class Round(nn.Module):
 def test_a_matmul_asks_for_nothing_where_two_could_be_the_next(tmp_path):
     with small_m_dispatch(8):
         program = traced(Round(tmp_path), 1, 8)
-    assert prefetch_weights(program, True) == 1
+    assert prefetch_weights(program) == 1
     found = products(program)
     assert ["following" in node.kwargs for node in found] == [False, False, False, False, True, False]
     assert home_of(found[4].kwargs["following"]) == home_of(found[5].args[1])
@@ -167,7 +165,7 @@ def test_a_matmul_asks_for_nothing_where_two_could_be_the_next(tmp_path):
 def test_a_method_of_many_rows_asks_for_nothing(tmp_path):
     with small_m_dispatch(8):
         program = traced(Layers(tmp_path), 9, 64)
-    assert prefetch_weights(program, True) == 0
+    assert prefetch_weights(program) == 0
     assert not any(node.kwargs.get("following") or node.kwargs.get("early") for node in program.graph.nodes)
 
 
@@ -199,7 +197,7 @@ def weight_of(n: int, k: int, in_records: bool) -> Tensor:
 @pytest.mark.parametrize("in_records", [True, False])
 def test_a_weight_that_may_be_written_is_neither_asked_for_nor_read_before_the_wait(in_records):
     program = torch.export.export(Written(in_records), (activations(3, 256),), strict=False)
-    assert prefetch_weights(program, True) == 1
+    assert prefetch_weights(program) == 1
     found = products(program)
     assert [node.kwargs.get("early", False) for node in found] == [True, False, False, True]
     assert [node.kwargs.get("following") is not None for node in found] == [False, False, True, False]
@@ -262,7 +260,7 @@ def run(x: Tensor, packed: Tensor, activation: str = "", most_rows: int = 8, **a
 def test_prefetches_change_no_bit_and_each_byte_is_asked_for_once(m, activation, most_rows):
     x, packed, following = activations(m, 2048), records(*int4_weight(128, 2048)), records(*int4_weight(192, 512))
     with asked_of_l2() as asked:
-        found = run(x, packed, activation, most_rows, following=following, **BEFORE_THE_WAIT)
+        found = run(x, packed, activation, most_rows, following=following, **LEVERS)
     assert torch.equal(found, run(x, packed, activation, most_rows))
     own, next_ = packed.data_ptr(), following.data_ptr()
     of_own = [(a - own, b - own) for a, b in asked if own <= a < own + packed.nbytes]
@@ -274,7 +272,7 @@ def test_prefetches_change_no_bit_and_each_byte_is_asked_for_once(m, activation,
     assert ranges == sorted([(each * size, (each + 1) * size) for each in range(programs)] * tiles)
     assert ranges[-1][1] <= following.nbytes < ranges[-1][1] + 16 * programs
     assert len(of_own) == 2 * programs * tiles
-    assert {b - a for a, b in of_own} == {BEFORE_THE_WAIT["FIRST"] * RECORD}
+    assert {b - a for a, b in of_own} == {LEVERS["FIRST"] * RECORD}
 
 
 DIVISIONS = {
@@ -373,19 +371,15 @@ def compiled(prefetched: bool):
 @pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 def test_compiled_matmuls_ask_for_the_next_weight_and_begin_with_their_own():
-    """The launches, and the bytes that they are counted to read, are those without prefetches."""
+    """The launches, and the bytes that they are counted to read, are those without prefetches. Over records, two of the
+    requests are for blocks ahead."""
     (calls, launches, prefetched), (_, without, plain) = compiled(True), compiled(False)
     assert calls == [["first", "second", "arrived"], ["second", "arrived", "third"], ["third", "third", "arrived"]]
-    assert launches == without
-    for of_own, asked, (before, after) in zip((2, 1, 2), (1, 1, 0), prefetched, strict=True):
+    for one, other in zip(launches, without, strict=True):
+        assert one | {"constants": {}} == other | {"constants": {}}
+    for of_own, asked, (before, after) in zip((2, 1, 2), (3, 1, 2), prefetched, strict=True):
         assert "griddepcontrol.launch_dependents" in before and ("ld.global" in before) == (of_own == 2)
         assert (before.count(ASKS), after.count(ASKS)) == (of_own, asked) and "cp.async.cg" not in before
         assert not any(each in before for each in WRITES) and all(each in after for each in WRITES)
     for before, after in plain:
         assert "ld.global" not in before and ASKS not in before + after
-
-
-def test_prefetches_for_an_architecture_without_them_are_refused(tmp_path):
-    given = ("--target-model", "gemma4-tiny", "--int4-layout", "records-prefetched", "--cuda-arch", "sm_89")
-    code, line = fail_command(export_main, *given, "--output-dir", tmp_path / "out")
-    assert code == 1 and "--int4-layout records-prefetched is for sm_90 and later, not sm_89: leave it out" in line

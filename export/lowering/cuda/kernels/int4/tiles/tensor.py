@@ -2,7 +2,7 @@
 
 The codes stay the bytes of the checkpoint, so a mapped file is never copied. Scales and zero points are rearranged and
 take no more memory than before: for each tile of 128 outputs and block of 256 along K, group by group, each output's
-scale and zero point are side by side (``kernels/int4.py``). The last tile is padded with zeros.
+scale and zero point are side by side (``kernel.py``). The last tile is padded with zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.lowering.cuda.kernels.int4 import BLOCK, MOST, TILE, tiled, untiled
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import BLOCK, MOST, TILE, tiled, untiled
 
 
 class TiledInt4Tensor(TorchAOBaseTensor):

@@ -1,7 +1,10 @@
 """Computes a lower bound for the time of a CUDA method's call without a GPU: from launches, machine code and bytes.
 
-The exporter recorded each launch with its grid and the bytes that it reads (``export.json``). The libraries have the
-kernels' machine code (``sass.py``) and PTX (``ptx.py``). A kernel takes at least the longest of
+    python scripts/gpu/gpu_cost.py out-cuda --gpu H200 --context 8192
+
+The exporter recorded each launch with its grid, its constants and the bytes that it reads (``export.json``). The
+libraries have the kernels' machine code (``tests/helpers/machine_code/sass.py``). A kernel takes at least the longest
+of
 
 - memory: the bytes of weights, and of other tensors larger than L2, divided by the GPU's bandwidth;
 - issue: the warp instructions divided by four schedulers per SM, or those of the ALU divided by half as many up to
@@ -15,26 +18,34 @@ KV caches are read up to ``context`` tokens, or a sliding layer's window if that
 left out. Recurrent states, whose size does not depend on the context, are counted with the caches. Rows are assumed to
 choose different experts as far as possible, which reads the most weights; a call whose rows share experts may take
 less. Kernels run one after the other, with ``LAUNCH_SECONDS`` between them unless a CUDA
-graph is replayed. A bound is not a measurement, and a GPU takes longer; ``estimate.py`` estimates the time from
+graph is replayed. A bound is not a measurement, and a GPU takes longer; ``gpu_estimate.py`` estimates the time from
 measured times.
 """
 
+import json
 import math
-from collections import Counter
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
-from eagle3.runner.artifact.cuda_delegates import cuda_kernels
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+
+import click
+from gpu_artifacts import launches_of
+from gpu_estimate import MEASURED_ON, estimate, kernel_seconds, of_seconds
+from gpu_work import Products, work_of
+from machine_code.libraries import cuda_kernels
+from machine_code.sass import Capability, Code, Loop, read_codes_for
+from rich.table import Table
+
 from eagle3.runner.artifact.cuda_library import KERNEL_KINDS, kind_of
+from eagle3.runner.artifact.opening import find_model, load_artifact
 from eagle3.runner.artifact.record import read_export
-from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, SPECULATE, TARGET_VERIFY, Metadata
+from eagle3.runner.console.tables import show_tables, table
+from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY, Metadata
 from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
-from eagle3.runner.inspect.cost.estimate import estimate, kernel_seconds, of_seconds
-from eagle3.runner.inspect.machine_code.ptx import Load, loads
-from eagle3.runner.inspect.machine_code.sass import Capability, Code, Loop, read_codes_for
 
 LAUNCH_SECONDS = 2e-6
 """Time from the end of a kernel to the work of the next, without a CUDA graph; commonly measured as 2 to 4 us."""
@@ -61,23 +72,8 @@ def cost_of(model: Path, metadata: Metadata, names: tuple[str, ...], context: in
         raise ValueError(
             f"--context {context}: the artifact holds {metadata.max_seq_len} tokens: type as many or fewer"
         )
-    if context and not any(entry.get("cache") for method in launches.values() for entry in method["launches"]):
-        raise ValueError(
-            f"{model}: its export.json lacks the bytes of the caches that attention reads: export it again"
-        )
     steps = math.ceil(metadata.chain_len / metadata.proposals)
     return cost(launches, cuda_kernels(model), gpus, steps, Context(context, metadata.max_seq_len))
-
-
-def launches_of(record: Mapping[str, Any], model: str) -> dict[str, dict[str, Any]]:
-    """Return the launches that the exporter recorded, by method. Raises ValueError if there is no such record."""
-    if LAUNCHES not in record:
-        lacks = "its export.json does not have them" if record else "there is no export.json beside it"
-        raise ValueError(
-            f"{model}: --cost needs the launches of each method, and {lacks} (from an earlier eagle3-export, or not a "
-            "CUDA artifact): export it again for CUDA"
-        )
-    return record[LAUNCHES]
 
 
 class Context(NamedTuple):
@@ -228,75 +224,60 @@ def _launch_on(
 def _launch(entry: Mapping[str, Any], rows: int, code: Code, gpus: list[Gpu], context: Context) -> dict[str, Any]:
     """Return a recorded launch together with the figures of its kernel's code and its time on each GPU."""
     warps, blocks, adding = entry["threads"] // WARP, math.prod(entry["grid"]), 0.0
-    cache_bytes = entry.get("state_bytes", 0)
-    buffer_bytes = entry["buffer_bytes"]
-    products, cache = entry["products"], entry.get("cache")
+    products, cache, sums, cache_bytes = work_of(entry, rows)
+    buffer_bytes = entry["buffer_bytes"][1:] if sums or cache and cache.sum_bytes else entry["buffer_bytes"]
     if cache and context.tokens:
-        positions = context.positions(cache["slots"])
-        cache_bytes = positions * cache["position_bytes"]
+        positions = context.positions(cache.slots)
+        cache_bytes = positions * cache.position_bytes
         tiles, heads, parts = entry["grid"]
-        filled = min(parts, chunks(positions, cache["chunk"], cache["equal"]))
+        filled = min(parts, chunks(positions, cache.chunk, cache.equal))
         blocks = tiles * heads * filled
-        if cache["sum_bytes"] and cache["sum_steps"]:
-            adding = LATENCY_SECONDS * (1 + math.ceil(filled / SUMS_AHEAD) * cache["sum_steps"])
-        iterations = tiles * cache.get("row_tiles", 1) * heads * math.ceil(positions / cache["block"])
-        products = {"multiply_adds": cache["multiply_adds"], "iterations": iterations}
-    if (sums := entry.get("sums")) and context.tokens:
-        filled = chunks(context.tokens, sums["chunk"], sums["equal"])
-        adding = LATENCY_SECONDS * (2 + math.ceil(filled / sums["ahead"]))
-        buffer_bytes = [*buffer_bytes, filled * sums["part_bytes"]]
+        if cache.sum_bytes and cache.sum_steps:
+            adding = LATENCY_SECONDS * (1 + math.ceil(filled / SUMS_AHEAD) * cache.sum_steps)
+        iterations = tiles * cache.row_tiles * heads * math.ceil(positions / cache.block)
+        products = Products(0, cache.multiply_adds, iterations)
+    if sums and context.tokens:
+        filled = chunks(context.tokens, sums.chunk, sums.equal)
+        adding = LATENCY_SECONDS * (2 + math.ceil(filled / sums.ahead))
+        buffer_bytes = [*buffer_bytes, filled * sums.part_bytes]
     loop, passes = main_loop(code, products, warps) if products else (None, 1)
     if cache:  # tiles have powers of 2 rows and keys; a product that two groups of warps repeat is no pass
         passes = 1 << (passes.bit_length() - 1)
     if loop:  # one iteration in machine code is ``passes`` iterations in the source
-        per_weight = loop.instructions * warps * WARP / (passes * products["weights"]) if not cache else None
-        scale = warps * products["iterations"] / passes
+        per_weight = loop.instructions * warps * WARP / (passes * products.weights) if not cache else None
+        scale = warps * products.iterations / passes
         multiply_adds = loop.multiply_adds * scale
         issued = Issued(loop.instructions * scale, loop.alu * scale, multiply_adds, loop.warp_group)
         thread_bytes = loop.copy_bytes * loop.ahead + loop.load_bytes // passes
     else:
         per_weight, thread_bytes = None, code.load_bytes
-        unrolled = products["multiply_adds"] * products["iterations"] if products else 0
+        unrolled = products.multiply_adds * products.iterations if products else 0
         issued = Issued(code.instructions * warps * blocks, code.alu * warps * blocks, unrolled, code.warp_group)
     in_flight = thread_bytes * entry["threads"]
     seconds = {
         gpu.name: _seconds(entry, cache_bytes, buffer_bytes, blocks, code.registers, issued, in_flight, adding, gpu)
         for gpu in gpus
     }
-    launch = {**entry, "cache_bytes": cache_bytes}
+    launch = {**entry, "cache_bytes": cache_bytes, "kind": kind_of(entry["kernel"]), "reads_cache": cache is not None}
     return {
         **launch,
-        "kind": kind_of(entry["kernel"]),
         "registers": code.registers,
         "spill_bytes": code.spill_bytes,
         "instructions_per_weight": per_weight,
         "bytes_in_flight": in_flight,
-        "lines": _lines(loads(code.ptx, entry["grid"], rows)),
         "loop": loop and asdict(loop),
         "seconds": seconds,
         "estimates": {gpu.name: kernel_seconds(launch, rows, gpu, max(seconds[gpu.name].values())) for gpu in gpus},
     }
 
 
-def _lines(found: tuple[Load, ...]) -> dict[str, Any] | None:
-    """Return the means over a warp's loads of L1 ``lines``, ``sectors`` and the ``fewest`` lines, and each load."""
-    if not found:
-        return None
-    return {
-        "lines": fmean(load.lines for load in found),
-        "fewest": fmean(load.fewest for load in found),
-        "sectors": fmean(load.sectors for load in found),
-        "loads": [asdict(load) | {"count": count} for load, count in Counter(found).items()],
-    }
-
-
-def main_loop(code: Code, products: Mapping[str, int], warps: int) -> tuple[Loop | None, int]:
+def main_loop(code: Code, products: Products, warps: int) -> tuple[Loop | None, int]:
     """Return the loop with a kernel's matmul, and how many iterations of the source one of its iterations does.
 
     A kernel may have a loop for 8 rows and one for 16. Of the loops with enough multiply-adds, this is the one with the
     fewest.
     """
-    needed = products["multiply_adds"] / warps
+    needed = products.multiply_adds / warps
     enough = [loop for loop in code.loops if loop.multiply_adds >= needed]
     if not enough:
         return None, 1
@@ -327,3 +308,82 @@ def _seconds(
         "tensor": issued.multiply_adds / (gpu.tensor_rate(issued.warp_group) * cycles),
         "latency": adding + (LATENCY_SECONDS * size / (blocks * in_flight) if in_flight else 0.0),
     }
+
+
+# Tables
+
+SHORT = 0.002  # kernels below this share of a method's bound are summed up in one line
+
+
+def kernels_table(name: str, method: dict[str, Any]) -> Table:
+    """Return the kernels of a method, the slowest on the first GPU first, with the limit that makes it slow. Short
+    kernels without spills share one row."""
+    gpu = next(iter(method["bounds"]))
+
+    def least(entry: dict[str, Any]) -> float:
+        return entry["count"] * max(entry["seconds"][gpu].values())
+
+    floor = SHORT * method["bounds"][gpu]["bound"]
+    shown = [entry for entry in method["kernels"] if least(entry) >= floor or entry["spill_bytes"]]
+    others = [entry for entry in method["kernels"] if entry not in shown]
+    rows = [
+        (
+            entry["kernel"],
+            entry["count"],
+            math.prod(entry["grid"]),
+            *(entry[key] for key in ("threads", "registers", "spill_bytes", "shared_bytes")),
+            "-" if entry["instructions_per_weight"] is None else f"{entry['instructions_per_weight']:.2f}",
+            *(entry["bytes_in_flight"], entry["weight_bytes"] + entry["cache_bytes"]),
+            f"{least(entry) * 1e6:,.1f}",
+            max(entry["seconds"][gpu], key=entry["seconds"][gpu].get),
+        )
+        for entry in sorted(shown, key=least, reverse=True)
+    ]
+    rest = f"{len(others)} others, without spills"
+    rows.append((rest, sum(entry["count"] for entry in others), *[""] * 8, f"{sum(map(least, others)) * 1e6:,.1f}", ""))
+    sizes = "threads", "registers", "spilled", "shared", "instr/weight", "in flight", "bytes read"
+    columns = ("kernel", "calls", "blocks", *sizes, f"us, {gpu}", "due to")
+    return table(
+        f"Kernels of {name} ({method['rows']:,} rows)", columns, rows, numbers={*columns} - {"kernel", "due to"}
+    )
+
+
+def bounds_table(cost: dict[str, Any]) -> Table:
+    whole = "round: " + " + ".join(f"{count} {name}" for name, count in cost["round"]["calls"].items())
+    rows = (
+        (
+            name,
+            part["launches"] if name == whole else part["launches"]["all"],
+            gpu,
+            *(f"{bound[key] * 1e3:,.3f}" for key in ("limit", "bound", "bound_with_launches")),
+            f"{bound['share_of_limit']:.2f}",
+            f"{part['estimates'][gpu]['seconds'] * 1e3:,.3f}{' scaled' * part['estimates'][gpu]['scaled']}",
+        )
+        for name, part in (cost["methods"] | {whole: cost["round"]}).items()
+        for gpu, bound in part["bounds"].items()
+    )
+    gap = f"with {LAUNCH_SECONDS * 1e6:.0f} us a launch"
+    columns = ("call", "launches", "GPU", "memory limit", "bound", gap, "share", f"estimate, from an {MEASURED_ON}")
+    title = f"Lower bounds in ms (memory limit: weights and the caches of {cost['context']:,} tokens read once)"
+    return table(title, columns, rows, numbers=[*columns[1:2], *columns[3:]])
+
+
+@click.command(help=__doc__)
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--gpu", "gpus", type=click.Choice(list(GPUS)), multiple=True, help="May be repeated.")
+@click.option("--context", type=click.IntRange(1), help="Tokens in the KV caches. Default: caches are left out.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def main(artifact: Path, gpus: tuple[str, ...], context: int | None, as_json: bool) -> None:
+    model = find_model(artifact)
+    try:
+        found = cost_of(model, load_artifact(model, True).metadata, gpus, context or 0)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        show_tables(str(model), (*(kernels_table(*each) for each in found["methods"].items()), bounds_table(found)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,11 @@
-"""Linear layers of many rows over INT4 weights in records (``record_layout.py``); each weight is decoded while it is
+"""Linear layers of many rows over INT4 weights in records (``layout.py``); each weight is decoded while it is
 multiplied.
 
-The kernel is that of ``int4_matmul.py`` for another layout: weights are decoded and rounded alike, so both give the
+The kernel is that of ``tiles/matmul.py`` for another layout: weights are decoded and rounded alike, so both give the
 same bits. A group of a record is 512 consecutive bytes, which a warp loads at once. The codes of a word lie 4 and 16
 bits apart, so one AND selects a denormal number without a shift for the second of a pair.
 
-Up to 32 rows use the small-M kernel of ``int4_records.py`` in tiles of 16.
+Up to 32 rows use the small-M kernel of ``kernel.py`` in tiles of 16.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from torch.nn import functional as F
 
-from eagle3.export.lowering.cuda.kernels.int4 import BLOCK
-from eagle3.export.lowering.cuda.kernels.int4_matmul import decoded, terms_of
-from eagle3.export.lowering.cuda.kernels.int4_records import Traced, outputs_of, records_run
+from eagle3.export.lowering.cuda.kernels.int4.records.kernel import Traced, outputs_of, records_run
+from eagle3.export.lowering.cuda.kernels.int4.records.layout import dequantized
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import BLOCK
+from eagle3.export.lowering.cuda.kernels.int4.tiles.matmul import decoded, terms_of
 from eagle3.export.lowering.cuda.kernels.large_m import PROGRAM, TILE, finish, halves, launch, never
-from eagle3.export.lowering.cuda.kernels.record_layout import dequantized
 
 
 @triton.jit

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eagle3.runner.artifact.constant_devices import constant_devices, constant_faults
+from machine_code.barriers import faults as barrier_faults
+from machine_code.constant_devices import constant_devices, constant_faults
+from machine_code.libraries import architectures
+from machine_code.runtime_symbols import lacking
+from machine_code.sass import Usage, read_usages
+
 from eagle3.runner.artifact.cuda_library import images_of, read_library
 from eagle3.runner.artifact.cuda_weights import WeightTable
-from eagle3.runner.artifact.gpu_needs import architectures
 from eagle3.runner.hardware.gpus import excesses, gpus_of
-from eagle3.runner.inspect.machine_code.barriers import faults as barrier_faults
-from eagle3.runner.inspect.machine_code.runtime_symbols import lacking
-from eagle3.runner.inspect.machine_code.sass import Usage, read_usages
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from torch.nn import functional as F
 
-from eagle3.export.lowering.cuda.kernels.int4 import (
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import (
     BLOCK,
     as_most,
     dequantized,

@@ -1,8 +1,8 @@
-"""INT4 weights on CUDA in records (``kernels/record_layout.py``), the layout of ``--int4-layout records``.
+"""INT4 weights on CUDA in records (``layout.py``).
 
 Weights are packed once their models are loaded and their linears merged, straight into files on the disk of the
 artifact: a merged weight's parts stay mapped until then, so that no weight is held twice. A weight that records cannot
-hold keeps its tiles (``int4_tensor.py``). Experts keep their own layout, which has no zero points and which a program
+hold keeps its tiles (``tiles/tensor.py``). Experts keep their own layout, which has no zero points and which a program
 reads for one expert at a time; K-quants and INT8 have codes of other widths.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.lowering.cuda.kernels import record_layout
-from eagle3.export.lowering.cuda.kernels.int4 import BLOCK
-from eagle3.export.lowering.cuda.kernels.record_layout import GROUP, OUTPUTS
-from eagle3.export.lowering.cuda.weights.int4_tensor import TiledInt4Tensor
+from eagle3.export.lowering.cuda.kernels.int4.records import layout as record_layout
+from eagle3.export.lowering.cuda.kernels.int4.records.layout import GROUP, OUTPUTS
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import BLOCK
+from eagle3.export.lowering.cuda.kernels.int4.tiles.tensor import TiledInt4Tensor
 from eagle3.export.speculator import tensor_files
 
 

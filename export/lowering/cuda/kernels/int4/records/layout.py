@@ -1,4 +1,4 @@
-"""The layout of INT4 weights in records, which ``int4_records.py`` and ``int4_records_matmul.py`` read.
+"""The layout of INT4 weights in records, which ``kernel.py`` and ``matmul.py`` read.
 
 A record holds all that 32 outputs need of a block of 256 of K, 4,736 bytes: words [group 8][r 8][c 4][mid 4] of 8 codes
 each, scales and zero points [group][output][2], steps [output][2]. Output 4 r + mid has word c of a group: the 16 bytes
@@ -12,7 +12,7 @@ for bit.
 import torch
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels.int4 import BLOCK
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import BLOCK
 
 OUTPUTS, GROUP = 32, 32
 """The number of outputs of a record, and of weights that share a scale: records exist for groups of 32 only."""

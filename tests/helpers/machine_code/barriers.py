@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from eagle3.runner.inspect.machine_code.ptx_flow import Flow, Instruction
-from eagle3.runner.inspect.machine_code.thread_places import Places
+from machine_code.ptx_flow import Flow, Instruction
+from machine_code.thread_places import Places
 
 LOAD, STORE, ATOMIC = "loaded", "stored", "changed by an atomic"
 HARMLESS = ("param", "shared", "local", "const")

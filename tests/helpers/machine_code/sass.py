@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.artifact.cuda_library import preferred
+from machine_code.libraries import preferred
 
 Capability = tuple[int, int] | None
 TOOL = "cuobjdump"

@@ -1,11 +1,12 @@
 """Estimates the time of a CUDA method's call from times that were measured on a GPU, kernel by kernel.
 
 A kernel of few rows takes a fixed time and one that grows with the bytes of its weights. Both are fits of the times on
-one H200 (driver 580.159, PyTorch 2.11, kernels by Triton 3.7.1), which ``export/lowering/cuda/README.md`` lists. A kind
-of which only one kernel was timed has the fixed time of the INT4 kernels. Many rows take ``OF_BOUND`` times their
-bound. There is a gap between two kernels of a CUDA graph. For another GPU, the speed of quantized kernels is scaled by
+one H200 (driver 580.159, PyTorch 2.11, kernels by Triton 3.7.1) in ``export/lowering/cuda/measured.md``. A kind of
+which only one kernel was timed has the fixed time of the INT4 kernels. Many rows take ``OF_BOUND`` times their bound.
+There is a gap between two kernels of a CUDA graph. For another GPU, the speed of quantized kernels is scaled by
 multiprocessors and clock, since instructions limit them, and that of bfloat16 kernels by memory bandwidth. Fixed times
-are not scaled. The speed of attention after long contexts was not measured with the present kernels.
+are not scaled. The round that the tests compare is one of those that were fitted. Records, experts, and attention after
+long contexts were not timed with the present kernels.
 """
 
 import re
@@ -51,13 +52,13 @@ OTHER = Speed(4.0e-6, 4.25e12, True)
 
 
 def kernel_seconds(entry: Mapping[str, Any], rows: int, gpu: Gpu, bound: float) -> float:
-    """Return the estimate of one launch. ``entry``: a recorded launch with its ``cache_bytes``; ``bound``: its
-    bound."""
+    """Return the estimate of one launch. ``entry``: a recorded launch with its ``cache_bytes``, and True as
+    ``reads_cache`` if it is attention; ``bound``: its bound."""
     kernel, kind = entry["kernel"], kind_of(entry["kernel"])
     if rows > FEW:
         return max(OTHER.fixed, OF_BOUND * bound)
     speeds = next((speeds for name, speeds in SPEEDS.items() if re.match(name, kernel)), None)
-    of_others = ATTENTION if kind == "attention" and entry.get("cache") else OTHER
+    of_others = ATTENTION if kind == "attention" and entry.get("reads_cache") else OTHER
     speed = speeds[rows > 8] if speeds else of_others
     read = entry["weight_bytes"] + entry["cache_bytes"]
     return max(bound, speed.fixed + read / (speed.bytes * scale(gpu, speed)))

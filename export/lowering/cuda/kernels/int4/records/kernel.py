@@ -1,5 +1,5 @@
-"""Linear layers of few rows over INT4 weights in records (``record_layout.py``): an alternative to the kernel of
-``int4.py``, with fewer instructions per weight and more programs on a multiprocessor. ``eagle3-export --int4-layout
+"""Linear layers of few rows over INT4 weights in records (``layout.py``): an alternative to the kernel for tiles, with
+fewer instructions per weight and more programs on a multiprocessor. ``eagle3-export --int4-layout
 records`` takes it. It was never timed; ``scripts/gpu/gpu_tournament.py`` times both.
 
 Words do not pass through shared memory: a warp loads 512 consecutive bytes, which are the operands of its matrix
@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import triton_op, wrap_triton
 
-from eagle3.export.lowering.cuda.kernels.int4 import BLOCK
+from eagle3.export.lowering.cuda.kernels.int4.records.layout import OUTPUTS, PAIR, RECORD, dequantized
+from eagle3.export.lowering.cuda.kernels.int4.tiles.kernel import BLOCK
 from eagle3.export.lowering.cuda.kernels.l2 import ask_l2, of_next
-from eagle3.export.lowering.cuda.kernels.record_layout import OUTPUTS, PAIR, RECORD, dequantized
 from eagle3.export.lowering.cuda.kernels.small_m import (
     ROWS,
     WARPS,
@@ -48,9 +48,9 @@ TOGETHER = {8: 3, 16: 2}
 thread."""
 REGISTERS = {8: 80, 16: 128}
 """The most registers a thread, which the compiler is told, by the rows of a tile."""
-BEFORE_THE_WAIT = {"EARLY": True, "FIRST": 3}
-"""The constants of a kernel that loads its first weights before it waits for the kernel in front, and asks L2 for three
-blocks of them."""
+LEVERS = {"EARLY": True, "FIRST": 3, "AHEAD": 4}
+"""The constants of a kernel that loads its first weights before it waits for the kernel in front, asks L2 for three
+blocks of them before that, and later for blocks four ahead of its loads."""
 UP: tl.constexpr = tl.constexpr(8589934592.0)  # 2^33
 LOW: tl.constexpr = tl.constexpr(1.2676506002282294e30)  # 2^100
 HIGH: tl.constexpr = tl.constexpr(7.922816251426434e28)  # 2^96
@@ -361,7 +361,7 @@ def int4_records_small_m(
         ValueError: shapes that do not agree; on CUDA, another dtype of ``x``, records that are not contiguous, a next
             weight that ``of_next`` refuses, or more rows than there are counters for
     """
-    asked = BEFORE_THE_WAIT if early else {}
+    asked = LEVERS if early else {}
     return _launch_records(Traced(), x, packed, arrived, activation, most_rows, following, **asked)
 
 

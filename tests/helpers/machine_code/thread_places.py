@@ -12,9 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
-
-from eagle3.runner.inspect.machine_code.ptx import NUMBER, Unknown, computed
-from eagle3.runner.inspect.machine_code.ptx_flow import Flow, Instruction
+from machine_code.ptx import NUMBER, Unknown, computed
+from machine_code.ptx_flow import Flow, Instruction
 
 COPIES = ("mov", "cvt", "cvta")
 BETWEEN_LANES = ("shfl", "vote", "match", "redux", "activemask", "elect", "mma", "wmma", "ldmatrix", "stmatrix")

@@ -1,7 +1,7 @@
 """Linear layers of few rows over INT4 weights in Triton; each weight byte is read once for 16 rows.
 
 The codes are those of ExecuTorch's ``CudaCoalescedInt4Tensor``, two per byte, in place in the checkpoint. Scales and
-zero points are laid out for the kernel (``int4_tensor.py``). ExecuTorch's own kernel serves up to 4 rows, and its time
+zero points are laid out for the kernel (``tensor.py``). ExecuTorch's own kernel serves up to 4 rows, and its time
 grows with each row (pytorch/executorch PR 21456).
 
 In bytes, a weight is 4 bits, plus two codes of 8 bits per group of 32 and two fp16 steps per 256: 0.578 bytes. A linear

@@ -9,17 +9,21 @@ does not run the library. It reads only x86-64 code, where the last four bytes o
 the variable.
 """
 
+import struct
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 import numpy as np
 
 from eagle3.runner.artifact.cuda_weights import WeightTable
-from eagle3.runner.artifact.elf import DAMAGED, EXECUTABLE, Elf, Section
+from eagle3.runner.artifact.elf import DAMAGED, Elf, Section
 
 OWNERS = {"cpu": "CPU", "cuda": "GPU"}
 DEVICES = {"aoti_torch_device_type_cpu": "cpu", "aoti_torch_device_type_cuda": "cuda"}
 CONSTRUCTOR = "_ZN5torch12aot_inductor16AOTInductorModelC1E"
 X86_64 = 62
+RELA, EXECUTABLE = 4, 4
+"""Numbers of the System V ABI: the type of a section of relocations, and the flag of a section with code."""
 CALL, CALL_BY_SLOT, JUMP_BY_SLOT, STORE_RESULT = b"\xe8", b"\xff\x15", b"\xff\x25", b"\x89\x05"
 BRANCH_TARGET = b"\xf3\x0f\x1e\xfa"
 """Opcodes of x86-64: calls and jumps, direct or through a slot of the global offset table; a store of a function's
@@ -27,9 +31,38 @@ result in a variable; the marker that may precede the target of an indirect jump
 LOAD_ADDRESS = {bytes([prefix, 0x8D, 0x05 | register << 3]) for prefix in (0x48, 0x4C) for register in range(8)}
 
 
+class Code(Elf):
+    """A library as the dynamic loader maps it."""
+
+    @cached_property
+    def machine(self) -> int:
+        return struct.unpack_from("<H", self.data, 0x12)[0]
+
+    def relocations(self) -> Iterator[tuple[str, int]]:
+        """Yield (name of a symbol, address of the slot that the symbol's address is written to)."""
+        for section in self._of_type(RELA):
+            for slot, info, _ in self._rows("QQq", section):
+                if info >> 32:
+                    yield self.symbols[info >> 32].name, slot
+
+    def at_address(self, address: int, size: int) -> bytes:
+        """Return the bytes of the file that are loaded at ``address``. Raises LookupError."""
+        loaded = (each for each in self.sections if each.address and each.address <= address < each.address + each.size)
+        section = next(loaded, None)
+        if section is None:
+            raise LookupError(f"no section has address {address:#x}")
+        start = section.offset + address - section.address
+        return self.data[start : start + size]
+
+    def text_at(self, address: int) -> str:
+        """Return the zero-terminated text at ``address``. Raises LookupError or ValueError."""
+        start = self.at_address(address, 1 << 12)
+        return start[: start.index(b"\0")].decode()
+
+
 def constant_devices(library: bytes) -> dict[str, str]:
     """Map the program's name of each constant to "cpu" or "cuda". Raises ValueError for an unreadable library."""
-    elf = Elf(library)
+    elf = Code(library)
     try:
         if elf.machine != X86_64:
             raise ValueError(f"it is for another processor, ELF machine {elf.machine}")
@@ -69,7 +102,7 @@ def _named(mentions: list[tuple[int, str, str]]) -> Iterator[tuple[str, str]]:
             device = ""
 
 
-def _mentions(elf: Elf, variables: dict[int, str]) -> list[tuple[int, str, str]]:
+def _mentions(elf: Code, variables: dict[int, str]) -> list[tuple[int, str, str]]:
     """Find where the constructor refers to a device's variable or a text: (offset, "device" or "text", value)."""
     constructor = next((symbol for symbol in elf.symbols if symbol.name.startswith(CONSTRUCTOR)), None)
     if constructor is None:
@@ -93,7 +126,7 @@ def _named_addresses(code: bytes, address: int) -> np.ndarray:
     return distances.astype(np.int64) + np.arange(len(distances)) + (address + 4)
 
 
-def _device_variables(elf: Elf) -> dict[int, str]:
+def _device_variables(elf: Code) -> dict[int, str]:
     """Map the addresses of the variables that hold a device type to "cpu" or "cuda"."""
     slots = {slot: DEVICES[name] for name, slot in elf.relocations() if name in DEVICES}
     executable = [section for section in elf.sections if section.flags & EXECUTABLE and section.size > 8]
@@ -114,7 +147,7 @@ def _device_variables(elf: Elf) -> dict[int, str]:
     return found
 
 
-def _stubs(elf: Elf, section: Section, slots: dict[int, str]) -> dict[int, str]:
+def _stubs(elf: Code, section: Section, slots: dict[int, str]) -> dict[int, str]:
     """Map the addresses of the linker's stubs, which jump to a function through its slot, to the slot's device."""
     code = elf.at_address(section.address, section.size)
     named = _named_addresses(code, section.address)

@@ -1,0 +1,258 @@
+"""Bounds of ``scripts/gpu/gpu_cost.py`` are compared with sums by hand, estimates with measured times."""
+
+import json
+import math
+from dataclasses import replace
+
+import gpu_cost
+import pytest
+from built_libraries import launch
+from click.testing import CliRunner
+from gpu_cost import LATENCY_SECONDS, LAUNCH_SECONDS, NO_CONTEXT, SUMS_AHEAD, Context, chunks, cost, main_loop
+from gpu_estimate import MEASURED_ON, estimate, kernel_seconds
+from gpu_work import Products, products
+from machine_code.sass import Code, Loop
+
+from eagle3.export.lowering.cuda.kernels.attention_sums import division
+from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
+from eagle3.runner.hardware.gpus import GPUS
+
+EIGHT, SIXTEEN = (Loop(100 * m, 2048 * m, 16, 64, 3, 40 * m) for m in (1, 2))
+CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0, 0)), "", 300)
+
+
+def everywhere(code: Code):
+    """Return a stand-in for ``read_codes_for`` that finds ``code`` in every fatbin, for every GPU."""
+    return lambda fatbins, capabilities: {fatbin: dict.fromkeys(capabilities, code) for fatbin in fatbins}
+
+
+def test_the_main_loop_fits_the_number_of_rows_and_may_be_unrolled():
+    assert main_loop(CODE, Products(0, 4 * 2048, 1), 4) == (EIGHT, 1)
+    assert main_loop(CODE, Products(0, 4 * 4096, 1), 4) == (SIXTEEN, 1)
+    assert main_loop(CODE, Products(0, 4 * 512, 1), 4) == (EIGHT, 4)
+    assert main_loop(CODE, Products(0, 4 * 8192, 1), 4) == (None, 1)
+
+
+def test_blocks_per_multiprocessor_are_limited_by_the_scarcest_resource():
+    gpu = GPUS["A100"]
+    assert gpu.resident(32, 0, 64) == gpu.blocks_per_multiprocessor
+    assert gpu.resident(32, 0, 1024) == 2048 // 1024
+    assert gpu.resident(121, 0, 128) == 65536 // (128 * 128)
+    assert gpu.resident(32, 40 << 10, 128) == 164 // 41
+
+
+def test_cost_names_a_kernel_that_does_not_fit_on_a_gpu(counted):
+    with pytest.raises(ValueError, match="int4_small_m_kernel_0 does not fit on RTX 4090"):
+        counted(launch(shared_bytes=150 << 10), gpu="RTX 4090")
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """A function that returns ``cost`` for launches of a method whose kernels all have the code ``CODE``."""
+    monkeypatch.setattr(gpu_cost, "read_codes_for", everywhere(CODE))
+
+    def count(*entries, gpu="H200", steps=3, methods=(TARGET_VERIFY, DRAFT_DECODE), context=NO_CONTEXT):
+        recorded = {"rows": 4, "weight_bytes": 10**9, "launches": entries}
+        kernels = {entry["kernel"]: b"fatbin" for entry in entries}
+        return cost(dict.fromkeys(methods, recorded), dict.fromkeys(methods, kernels), [GPUS[gpu]], steps, context)
+
+    return count
+
+
+def test_a_launch_takes_the_longest_of_memory_issue_and_latency_time(counted):
+    gpu = GPUS["H200"]
+    found = counted(launch())["methods"][TARGET_VERIFY]
+    (kernel,) = found["kernels"]
+    assert kernel["instructions_per_weight"] == 100 * 128 / 8192
+    assert kernel["bytes_in_flight"] == (64 * 3 + 16) * 128
+    seconds = kernel["seconds"]["H200"]
+    assert seconds["memory"] == 1e9 / 4.8e12
+    assert seconds["issue"] == pytest.approx(100 * 4 * 1000 / (132 * 4 * gpu.clock))
+    assert seconds["latency"] == pytest.approx(LATENCY_SECONDS * 1e9 / (400 * kernel["bytes_in_flight"]))
+    bound = found["bounds"]["H200"]
+    assert bound["bound"] == 2 * max(seconds.values())
+    assert bound["bound_with_launches"] == pytest.approx(bound["bound"] + 2 * LAUNCH_SECONDS)
+    assert bound["share_of_limit"] == pytest.approx(1e9 / 4.8e12 / bound["bound"])
+
+
+@pytest.mark.parametrize(("gpu", "slots"), [("H200", 2), ("B200", 1)])
+def test_half_rate_instructions_take_two_issue_slots_up_to_sm_90(counted, monkeypatch, gpu, slots):
+    half = replace(CODE, loops=(replace(EIGHT, alu=80),))
+    monkeypatch.setattr(gpu_cost, "read_codes_for", everywhere(half))
+    (kernel,) = counted(launch(), gpu=gpu)["methods"][TARGET_VERIFY]["kernels"]
+    issue = max(100, slots * 80) * 4 * 1000 / (GPUS[gpu].multiprocessors * 4 * GPUS[gpu].clock)
+    assert kernel["seconds"][gpu]["issue"] == pytest.approx(issue)
+
+
+# 8 key heads of 256 dimensions in bfloat16: 8,192 bytes a position
+ATTENTION = {"SLOTS": 4096, "KV_HEADS": 8, "GROUPS": 2, "D": 256, "BLOCK_D": 4, "CODES": 0, "BLOCK_M": 16}
+ATTENTION |= {"BLOCK_N": 64, "CHUNK": 128, "MOST": 64, "DOUBLINGS": -1, "DIRECT": 0, "COLUMNS": 2}
+
+
+def attention(**changed):
+    return launch(kernel="_attention_kernel_0", grid=[1, 8, 32], weight_bytes=0, count=1, constants=ATTENTION | changed)
+
+
+@pytest.mark.parametrize(("slots", "positions"), [(4096, 1000), (800, 400)])
+def test_attention_reads_the_positions_of_the_context_or_of_a_rings_window(counted, slots, positions):
+    gpu, found = GPUS["H200"], counted(attention(SLOTS=slots), launch(), context=Context(1000, 4096))
+    method = found["methods"][TARGET_VERIFY]
+    kernel = method["kernels"][0]
+    assert kernel["cache_bytes"] == method["cache_bytes"] == positions * 8192
+    seconds, blocks = kernel["seconds"]["H200"], 8 * math.ceil(positions / 128)
+    assert seconds["memory"] == positions * 8192 / gpu.bandwidth
+    assert seconds["issue"] == pytest.approx(100 * 4 * 8 * math.ceil(positions / 64) / (132 * 4 * gpu.clock))
+    adding = 1 + 2 * math.ceil(blocks / 8 / SUMS_AHEAD)
+    assert seconds["latency"] == pytest.approx(
+        LATENCY_SECONDS * (adding + positions * 8192 / (blocks * kernel["bytes_in_flight"]))
+    )
+    assert kernel["instructions_per_weight"] is None
+    assert method["bounds"]["H200"]["limit"] == (10**9 + positions * 8192) / gpu.bandwidth
+    assert counted(attention(), launch())["methods"][TARGET_VERIFY]["cache_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("positions", "count"), [(1, 1), (128, 1), (129, 2), (8192, 64), (8193, 65), (16384, 96), (16385, 97), (32768, 128)]
+)
+def test_the_chunks_of_a_context_double_like_those_of_the_kernels(positions, count):
+    assert chunks(positions, 128, 64) == count
+    assert division(positions, positions, 2).parts == count
+    assert chunks(positions, 128, 0) == math.ceil(positions / 128)
+
+
+def test_a_round_is_a_verify_and_its_draft_steps(counted):
+    found = counted(launch(), launch(kernel="triton_poi_fused_add_1", constants={}))
+    one, whole = found["methods"][TARGET_VERIFY], found["round"]
+    assert one["launches"] | {"all": 0} == dict.fromkeys(one["launches"], 0) | {"small_m": 2, "fused": 2}
+    assert whole["launches"] == 4 * one["launches"]["all"] == 16
+    for key in ("limit", "bound", "bound_with_launches"):
+        assert whole["bounds"]["H200"][key] == pytest.approx(4 * one["bounds"]["H200"][key])
+
+
+def test_the_products_of_a_kernel_follow_from_its_constants():
+    tile = {"N": 100, "K": 1024, "BLOCK_N": 64}
+    # Tiles of 128 outputs: two of the first weight, one of the second.
+    pair = {"N0": 256, "N1": 100, "K": 1024, "BLOCK_N": 128, "BLOCK_K": 256, "SPLITS": 4}
+    one = products("int4_small_m_kernel", pair, 3 * 4, 8)
+    assert (one.weights, one.multiply_adds, one.iterations) == (128 * 256, 128 * 256 * 8, 3 * 4)
+    assert products("int4_small_m_kernel", pair, 3 * 4 * 3, 40).iterations == 3 * one.iterations
+    eight = products("_int8_small_m_kernel", tile | {"BLOCK_K": 256}, 2, 9)
+    assert (eight.weights, eight.multiply_adds) == (64 * 256, 64 * 256 * 16 * 2)
+    large = products("_int8_matmul_kernel", tile | {"BLOCK_K": 64, "BLOCK_M": 64, "DIVIDED": True}, 2 * 3 * 5, 130)
+    assert (large.multiply_adds, large.iterations) == (64 * 64 * 64, 2 * 3 * 16)
+    template = products("triton_tem_fused_mm_0", tile | {"BLOCK_K": 32, "BLOCK_M": 16}, 2, 1)
+    assert (template.weights, template.iterations) == (64 * 32, 2 * 32)
+    chosen = {"N": 1408, "K": 704, "BLOCK_N": 128, "BLOCK_K": 256, "BLOCK_M": 8}  # 11 tiles for each of 32 choices
+    experts = products("int4_experts_small_m_kernel", chosen, 32 * 11, 4)
+    assert (experts.multiply_adds, experts.iterations) == (128 * 256 * 8, 32 * 11 * 3)
+    assert products("_int8_experts_small_m_kernel", chosen, 32 * 11, 4).multiply_adds == 128 * 256 * 8 * 2
+    for rows, different in ((4, 32), (16, 100)):
+        few = products("int4_experts_small_m_kernel", chosen | {"EXPERTS": 100, "TOP_K": 8}, rows * 8 * 11, rows)
+        assert few.iterations == different * 11 * 3
+    block = {"N": 1408, "K": 2816, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 256, "BLOCK_SIZE_M": 64}
+    many = products("_fused_moe_batched_kernel", block, 3 * 44, 1024)
+    assert (many.weights, many.multiply_adds, many.iterations) == (32 * 256, 32 * 256 * 64, 3 * 44 * 11)
+    assert products("triton_poi_fused_add_0", {"XBLOCK": 128}, 2, 1) is None
+
+
+def test_the_command_prints_tables_and_json(cuda_artifact, monkeypatch):
+    monkeypatch.setattr(gpu_cost, "read_codes_for", everywhere(replace(CODE, spill_bytes=48)))
+    done = CliRunner().invoke(gpu_cost.main, [str(cuda_artifact), "--gpu", "RTX 4090", "--json"])
+    assert list(json.loads(done.stdout)["round"]["bounds"]) == ["RTX 4090"], done.output
+    text = CliRunner().invoke(gpu_cost.main, [str(cuda_artifact), "--gpu", "RTX 4090"]).stdout
+    assert all(word in text for word in ("instr/weight", "RTX 4090", "48", "round: 1 speculate"))
+
+
+def test_an_artifact_without_recorded_launches_is_refused_in_one_line(artifact):
+    done = CliRunner().invoke(gpu_cost.main, [str(artifact)])
+    assert done.exit_code == 1 and "export it again for CUDA" in done.output
+
+
+# Estimates
+
+H200 = GPUS["H200"]
+INT4 = 0.578125
+"""The bytes of an INT4 weight with its share of scales and zero points."""
+ALONE = {  # export/lowering/cuda/measured.md: bytes, us at 4 rows, us at 16 rows
+    "gate and up": ("int4_small_m_kernel_0", 43008 * 5376 * INT4, 52.0, 81.2),
+    "down": ("int4_small_m_kernel_1", 5376 * 21504 * INT4, 27.2, 41.9),
+    "queries, keys and values": ("int4_small_m_kernel_2", 16384 * 5376 * INT4, 22.6, 36.0),
+    "LM head": ("int4_small_m_kernel_3", 262144 * 5376 * INT4, 242, 357),
+    "INT8, down": ("_int8_small_m_kernel_0", 5376 * 21504, 40.0, 65.0),
+    "INT8, LM head": ("_int8_small_m_kernel_1", 262144 * 5376, 401, 696),
+    "Q4_K, down": ("_k_quant_small_m_kernel_0", 5376 * 21504 * INT4, 28.1, 49.8),
+    "Q5_K, down": ("_k_quant_small_m_kernel_1", 5376 * 21504 * (INT4 + 1 / 8), 34.1, 46.7),
+    "bfloat16, gate and up": ("_bf16_small_m_kernel_0", 2 * 43008 * 5376, 128, 129),
+    "bfloat16, down": ("_bf16_small_m_kernel_1", 2 * 5376 * 21504, 68.9, 67.6),
+}
+
+
+def entry(kernel: str, weight_bytes: float = 0, count: int = 1, cache: bool = False) -> dict:
+    return {"kernel": kernel, "weight_bytes": int(weight_bytes), "cache_bytes": 0, "count": count, "reads_cache": cache}
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("rows", [4, 16])
+def test_estimates_of_single_kernels_are_within_a_fifth_of_their_times(name, rows):
+    kernel, size, *us = ALONE[name]
+    found = 1e6 * kernel_seconds(entry(kernel, size), rows, H200, 0.0)
+    assert found == pytest.approx(us[rows == 16], rel=0.2)
+
+
+def round_of(gpu: str = "H200") -> tuple[dict[str, float], dict]:
+    """Return the parts of a round of Gemma 4 31B with three draft steps in ms, and its estimate."""
+    draft = [2 * 5376 * 16128, 2 * 16384 * 5376, 2 * 5376 * 8192, 2 * 43008 * 5376, 2 * 5376 * 21504, 2 * 32000 * 5376]
+    parts = {
+        "gate and up": [entry("int4_small_m_kernel_0", 43008 * 5376 * INT4, 60)],
+        "down and o": [
+            entry("int4_small_m_kernel_1", 5376 * 21504 * INT4, 60),
+            entry("int4_small_m_kernel_2", 5376 * 8192 * INT4, 50),
+            entry("int4_small_m_kernel_3", 5376 * 16384 * INT4, 10),
+        ],
+        "queries, keys and values": [
+            entry("int4_small_m_kernel_4", 16384 * 5376 * INT4, 50),
+            entry("int4_small_m_kernel_5", 18432 * 5376 * INT4, 10),
+        ],
+        "attention": [entry("_attention_kernel_0", count=60, cache=True), entry("attention_sum_kernel_1", count=10)],
+        "draft": [entry(f"_bf16_small_m_kernel_{at}", size, 3 if at else 1) for at, size in enumerate(draft)],
+        "LM head": [entry("int4_small_m_kernel_6", 262144 * 5376 * INT4)],
+        "norms": [entry("triton_red_fused_0", count=120)],
+    }
+    for kernels in parts.values():
+        for each in kernels:
+            each["estimates"] = {gpu: kernel_seconds(each, 4, GPUS[gpu], 0.0)}
+    everything = [each for kernels in parts.values() for each in kernels]
+    spent = {
+        name: 1e3 * sum(each["count"] * each["estimates"][gpu] for each in kernels) for name, kernels in parts.items()
+    }
+    return spent, estimate(everything, GPUS[gpu])
+
+
+def test_the_estimate_of_a_round_is_within_a_tenth_and_of_its_parts_within_a_fifth():
+    spent, whole = round_of()
+    shares = {  # of 9.68 ms, on the same page
+        "gate and up": 0.30, "down and o": 0.25, "queries, keys and values": 0.14, "attention": 0.09, "draft": 0.13,
+        "LM head": 0.025, "norms": 0.05,
+    }  # fmt: skip
+    for name, share in shares.items():
+        assert spent[name] == pytest.approx(9.68 * share, rel=0.2), name
+    assert 1e3 * whole["seconds"] == pytest.approx(10.06, rel=0.1)
+    assert whole["measured_on"] == MEASURED_ON == "H200" and whole["scaled"] is False
+
+
+def test_an_estimate_for_another_gpu_is_scaled_and_marked():
+    """INT4 is scaled by multiprocessors and clock, bfloat16 by memory bandwidth; fixed times are those of the measured
+    GPU."""
+    h100 = GPUS["H100"]
+    for kernel, ratio in (("int4_small_m_kernel_0", h100.clock / H200.clock), ("_bf16_small_m_kernel_0", 3.35 / 4.8)):
+        fixed, here, there = (
+            kernel_seconds(entry(kernel, size), 4, gpu, 0.0) for size, gpu in ((0, H200), (10**9, H200), (10**9, h100))
+        )
+        assert kernel_seconds(entry(kernel), 4, h100, 0.0) == fixed
+        assert (here - fixed) / (there - fixed) == pytest.approx(ratio)
+    assert round_of("H100")[1]["scaled"] is True
+
+
+def test_no_estimate_is_below_its_bound_and_many_rows_take_a_multiple_of_it():
+    assert kernel_seconds(entry("int4_small_m_kernel_0", 1000), 4, H200, 1.0) == 1.0
+    assert kernel_seconds(entry("_int4_matmul_kernel_0", 1000), 1024, H200, 1e-3) == pytest.approx(2.7e-3)
