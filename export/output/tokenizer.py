@@ -4,7 +4,7 @@ transformers does not take ``tokenizer.json`` as it is. The class that ``tokeniz
 tokenizer anew from its vocabulary (then ``add_prefix_space`` and other arguments of that class count), and other fields
 change it: ``fix_mistral_regex`` the pre-tokenizer; ``added_tokens_decoder``, ``extra_special_tokens``, the named
 special tokens and ``special_tokens_map.json`` the added tokens (``TokenizersBackend`` of transformers 5.24, which
-ignores ``add_bos_token`` and ``add_eos_token`` beside a ``tokenizer.json``). A runner reads ``tokenizer.json`` alone, so
+ignores ``add_bos_token`` and ``add_eos_token`` beside a ``tokenizer.json``). A runner reads that file alone, so
 the result is written there. ``split_special_tokens`` is no part of that file; ``Text`` reads it.
 """
 
