@@ -240,5 +240,7 @@ DIALECTS = {
 
 
 def dialect_of(template: str) -> str | None:
-    """Return the name in DIALECTS of the markup of calls in a chat template; None if none is known."""
-    return next((name for name, each in DIALECTS.items() if re.search(each.template, template, re.DOTALL)), None)
+    """Return the name in DIALECTS of the markup of calls in a chat template; None if none is known. A template without
+    calls has none of its own, and the most common one is read."""
+    found = next((name for name, each in DIALECTS.items() if re.search(each.template, template, re.DOTALL)), None)
+    return found or (None if "tool_calls" in template else "hermes")

@@ -121,7 +121,7 @@ class Dialogue:
         """The name of the markup of tool calls, None if nothing here reads it."""
         if self._marks is None and thought_fields(source):
             self.unread.append("reasoning")
-        if self.dialect is None and "tool_calls" in source:
+        if self.dialect is None:
             self.unread.append("tool calls")
         self._tool_marks = DIALECTS[self.dialect].marks if self.dialect else ()
         shown_marks = "".join((*self._tool_marks, *(self._marks.shown if self._marks else ())))

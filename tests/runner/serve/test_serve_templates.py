@@ -61,7 +61,8 @@ TWO_PARTS = [{"type": "text", "text": "Open "}, {"type": "input_text", "text": "
     ("template", "says"),
     [
         (PARTS, "<system>Open a file.<user>Open a file."),
-        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<system>Open \na file.<user>Open \na file."),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+         "<system>Open \na file.<user>Open \na file."),
         ("{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}{% endfor %}",
          '<system>"Open \\na file."<user>"Open \\na file."'),
         ("{% for m in messages %}<{{ m.role }}>{{ m.content[0].text }}{% endfor %}", None),

@@ -160,3 +160,18 @@ def test_decoding_a_late_token_costs_no_more_than_an_early_one(stop):
     stream = TextStream(text, stop)
     stream.push(text.encode("naïve = 1; " * 300))
     assert text.longest <= 4  # one token of context and the last bytes of a character
+
+
+@pytest.mark.parametrize("begin", ["", "<a>"])
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_stop_strings_do_not_count_in_the_reasoning(text, begin, size):
+    for said, whole in (
+        (begin + "x. y.</a>\n\nz. y", begin + "x. y.</a>\n\nz"),
+        (begin + "x. y.</a", begin + "x. y.</a"),
+        ("<b>. y", "<b>. y" if begin == "" else "<b>"),
+        (" \n", " \n"),
+    ):
+        stream = TextStream(text, (".", "\n\n"), reasoning=(begin, "</a>"))
+        ids = text.encode(said)
+        pieces = [stream.push(ids[start : start + size]) for start in range(0, len(ids), size)] + [stream.finish()]
+        assert "".join(pieces) == whole and (stream.stopped == ".") == (whole != said)
