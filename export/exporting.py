@@ -18,6 +18,7 @@ from eagle3.export.configuration.hub_names import hub_name
 from eagle3.export.hub.sources import Sources, check_typed, find_sources
 from eagle3.export.output.folder import check_output, refuse_a_second
 from eagle3.export.output.progress import Progress
+from eagle3.runner.console.command import calm_libraries
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def export(config: ExportConfig, *, download: bool = False, progress: Progress |
     if config.dry_run:
         raise ValueError("dry_run is for prepare, which plans an export without making it: leave it out")
     progress = progress or Progress()
-    with _prepared(config, download, progress) as known:
+    with calm_libraries(), _prepared(config, download, progress) as known:
         from eagle3.export.pipeline import run_export
 
         return Exported(known.plan, run_export(known.plan, known.twin, progress))
@@ -79,7 +80,7 @@ def prepare(config: ExportConfig, *, download: bool = False, progress: Progress 
     With ``config.dry_run`` no weights are downloaded unless ``download`` is True: configurations and headers are
     enough. Arguments and errors are those of ``export``.
     """
-    with _prepared(config, download, progress or Progress()) as known:
+    with calm_libraries(), _prepared(config, download, progress or Progress()) as known:
         return known
 
 

@@ -58,6 +58,11 @@ class Sources:
                 f"{which.name} has {which.kind} weights, and a dry run cannot fetch their headers alone: type "
                 f"--download to fetch {size_text(which.missing_bytes)} first, or name a repository of safetensors"
             )
+        if not self.missing:  # no folder that a killed process would leave
+            yield self._with_paths(
+                {name: snapshot.folder for name, snapshot in self.snapshots.items() if snapshot.folder}
+            )
+            return
         with TemporaryDirectory(prefix="eagle3-headers-") as folder, named_as_typed(folder):
             yield self._with_paths(
                 {

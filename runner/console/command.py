@@ -111,7 +111,8 @@ class OneLineFailures(click.Command):
             if isinstance(kind, click.IntRange) and error.message.endswith("is not a valid integer range."):
                 bounds = " to ".join(str(bound) for bound in (kind.min, kind.max) if bound is not None)
                 bounds += " or more" if kind.max is None else ""
-                error.message = f"{error.message.partition(' is not ')[0]} is no whole number: type {bounds}."
+                says = f"{error.message.partition(' is not ')[0]} is no whole number: type {bounds}."
+                raise click.BadParameter(says, error.ctx, error.param) from None
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -268,6 +269,23 @@ def _discard_unwritable(stream: TextIO | None) -> None:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
             os.close(null)
+
+
+@contextmanager
+def calm_libraries() -> Iterator[None]:
+    """Silence the warnings of libraries within the context, for functions that are also called without a command. With
+    ``--verbose`` nothing is silenced."""
+    ctx = click.get_current_context(silent=True)
+    if ctx is not None and ctx.meta.get("verbose"):
+        yield
+        return
+    logged = logging.root.manager.disable
+    with warnings.catch_warnings():
+        _calm_libraries()
+        try:
+            yield
+        finally:
+            logging.disable(logged)
 
 
 def _calm_libraries() -> None:

@@ -1,6 +1,7 @@
 """Every bad input gives one error line with the fault, exit code 1 or 2, and no half-written output."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -273,6 +274,23 @@ print(json.dumps(found))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for (code, line, heavy), (command, says) in zip(json.loads(done.stdout), AT_ONCE, strict=True):
         assert code in (1, 2) and heavy == [] and says in line, (command, line, heavy)
+
+
+def test_a_library_call_prints_no_warning_of_libraries_and_makes_no_folder_that_stays_if_it_is_killed(tmp_path):
+    code = """
+import os, tempfile
+from pathlib import Path
+from eagle3.export import ExportConfig, prepare
+from eagle3.export.hub.sources import find_sources
+config = ExportConfig("gemma4-tiny", Path("out"), backend="xnnpack", dry_run=True)
+with find_sources(config).local():
+    assert os.listdir(tempfile.gettempdir()) == []
+prepare(config)
+"""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 0 and line.startswith("twin check"), done.stderr
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, artifact):

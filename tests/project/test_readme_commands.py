@@ -44,7 +44,6 @@ LONG = "takes minutes, or a build of llama.cpp"
 NOT_RUN = {
     "flags ─ plan": "a picture",
     "graph TD": "a picture",
-    "scripts/test": "runs the tests",
     "pip install '.[": "installs packages; their names are looked up in pyproject.toml",
     "eagle3-export --target-model gemma4-31B": HUB,
     "eagle3-export --target-model llama3.1-8B": HUB,
