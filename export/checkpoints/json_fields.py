@@ -98,22 +98,22 @@ class Fields(Mapping[str, Any]):
     """The fields of a configuration, together with its file, which errors name. A part of a file has the same file."""
 
     file: Path
-    values: Mapping[str, Any]
+    content: Mapping[str, Any]
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 - a value of JSON
-        return self.values[key]
+        return self.content[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.values)
+        return iter(self.content)
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.content)
 
     def boolean(self, key: str, default: Default = None) -> bool | Default:  # type: ignore[assignment]
-        return boolean(self.values, key, default, self.file)
+        return boolean(self.content, key, default, self.file)
 
     def count(self, key: str, default: Default = None, least: int = 1) -> int | Default:  # type: ignore[assignment]
-        return count(self.values, key, default, self.file, least)
+        return count(self.content, key, default, self.file, least)
 
     def number(
         self,
@@ -121,17 +121,17 @@ class Fields(Mapping[str, Any]):
         default: Default = None,  # type: ignore[assignment]
         most: float = math.inf,
     ) -> float | Default:
-        return number(self.values, key, default, self.file, most)
+        return number(self.content, key, default, self.file, most)
 
     def layer_ids(self, key: str) -> tuple[int, ...] | None:
-        return layer_ids(self.values, key, self.file)
+        return layer_ids(self.content, key, self.file)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        return texts(self.values, key, self.file)
+        return texts(self.content, key, self.file)
 
     def nested(self, key: str) -> "Fields":
-        return Fields(self.file, nested(self.values, key, self.file))
+        return Fields(self.file, nested(self.content, key, self.file))
 
     def changed(self, values: Mapping[str, Any]) -> "Fields":
         """Return these fields with some replaced or added."""
-        return Fields(self.file, {**self.values, **values})
+        return Fields(self.file, {**self.content, **values})

@@ -193,7 +193,7 @@ def full_attention_fields(config: Fields) -> Fields:
             f"{config.file}: layers with experts or with per-layer inputs, which DeepSpec's code does not compute"
         )
     heads = "num_global_key_value_heads" if config.boolean("attention_k_eq_v", False) else "num_key_value_heads"
-    rope = config.nested("rope_parameters").nested(_FULL).values
+    rope = config.nested("rope_parameters").nested(_FULL).content
     own = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": config.get(heads), "rope_parameters": rope}
     own |= {"hidden_act": config.get("hidden_activation", "gelu_pytorch_tanh")}
     return Fields(config.file, {key: config[key] for key in _KEPT if key in config} | own)
