@@ -26,7 +26,7 @@ class Product:
     """The operators that multiply by weights of one class. Each takes rows [M, K], the parts of a weight, and counters
     (``sums.counters``)."""
 
-    weight: type | None
+    weight: Any
     """The class of the weights; None for plain bfloat16."""
     few: Any
     """The operator for up to 16 rows, which reads each weight once for all of them."""
