@@ -88,9 +88,9 @@ VARIANTS = (
     _records("records"),
     _records("records, 4 blocks ahead in L2", AHEAD=4),
     _records("records, the next in L2", rows=(4,), next=True),
-    _records("records, early", rows=(4,), EARLY=True, FIRST=3),
-    _records("records, early, the next in L2", rows=(4,), EARLY=True, FIRST=3, next=True),
-    _records("records, early, all levers", rows=(4,), **int4_records.LEVERS, next=True),
+    _records("records, early", rows=(4,), **int4_records.LEVERS),
+    _records("records, early, the next in L2", rows=(4,), **int4_records.LEVERS, next=True),
+    _records("records, early, the next and 4 blocks ahead in L2", rows=(4,), **int4_records.LEVERS, AHEAD=4, next=True),
     Variant("bf16", "bf16", "bf16", bf16._bf16_small_m_kernel, lambda w: (w,), _bf16, (4,)),
     Variant("int8", "int8", "int8", small_m._int8_small_m_kernel, lambda *parts: parts, _int8, (4,)),
 )

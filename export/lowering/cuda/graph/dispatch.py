@@ -92,7 +92,6 @@ def small_m_dispatch(limit: int) -> Iterator[None]:
     with ExitStack() as stack:
         for product in QUANTIZED:
             kind, linear = product.weight, _linear(product, limit)
-            assert kind is not None
             stack.enter_context(with_items(FUNCTIONS, {F.linear: linear}, kind._TORCH_FN_TABLE[kind]))
             stack.enter_context(with_items(OPERATORS, {aten.linear.default: linear}, kind._ATEN_OP_TABLE[kind]))
         kind = IntxUnpackedToInt8Tensor

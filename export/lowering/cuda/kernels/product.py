@@ -1,4 +1,4 @@
-"""The record of all that traces, checks and passes over graphs need to know of a format of weights and of its matmuls."""
+"""The record of a format of weights and of its matmuls, for traces, checks and passes over graphs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Product:
     """The operators that multiply by weights of one class. Each takes rows [M, K], the parts of a weight, and counters
     (``sums.counters``)."""
 
-    weight: type | None
+    weight: Any
     """The class of the weights; None for plain bfloat16."""
     few: Any
     """The operator for up to 16 rows, which reads each weight once for all of them."""
@@ -37,8 +37,8 @@ class Product:
     by_limit: bool = False
     """True if the operators also take the most rows of any call of the operator for few rows, 8 or 16."""
     gate: Literal["tile", "halves"] | None = None
-    """The way in which ``few`` applies the gate of an MLP: no tile of 128 outputs spans gate and up, or each has outputs of both.
-    None if it has no gate."""
+    """The tiles of a matmul with the gate of an MLP: no tile of 128 outputs spans gate and up, or each has outputs of
+    both. None if ``few`` applies no gate."""
     asks_l2: bool = False
     """True if ``few`` takes the next matmul's weight, which it asks L2 for, and may begin before the kernel in front of
     it has ended."""

@@ -225,7 +225,8 @@ def test_the_records_kernel_refuses_more_rows_than_counters():
 
 def constants_of(n: int, k: int, rows: int, activation: str = "", early: bool = False) -> dict:
     found = shares(n, k, 132 * int4_records.TOGETHER[rows])
-    asked = {"AHEAD": 0, "FIRST": 3 if early else 0, "OF_NEXT": 4096 if early else 0, "EARLY": early}
+    asked = {"AHEAD": 0, "FIRST": 0, "EARLY": False, "OF_NEXT": 4096 if early else 0}
+    asked |= int4_records.LEVERS if early else {}
     blocks = {"BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 256}
     return {
         "N": n,

@@ -8,12 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from eagle3.export.cli import main as export_main
-from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.configuration.config import INT4_LAYOUTS, ExportConfig
 from eagle3.export.lowering.cuda.backend import BACKEND as backend
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph.gates import gate_in_products
+from eagle3.export.lowering.cuda.kernels.int4.layouts import LAYOUTS, layout_of
 from eagle3.export.lowering.cuda.kernels.int4.records.tensor import RecordsInt4Tensor, pack_records
 from eagle3.export.lowering.cuda.kernels.int4.tiles.tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.kernels.sums import SILU
@@ -121,3 +122,7 @@ def test_records_without_int4_weights_are_refused(flags, says, tmp_path):
     given = "--target-model", "gemma4-tiny", "--int4-layout", "records", "--output-dir", tmp_path / "out"
     code, line = fail_command(export_main, *given, *flags)
     assert code == 1 and says in line and not (tmp_path / "out").exists()
+
+
+def test_the_flag_offers_the_layouts_that_there_are_with_the_default_first():
+    assert tuple(LAYOUTS) == INT4_LAYOUTS and layout_of(None) is layout_of(INT4_LAYOUTS[0])

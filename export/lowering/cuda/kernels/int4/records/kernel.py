@@ -48,9 +48,9 @@ TOGETHER = {8: 3, 16: 2}
 thread."""
 REGISTERS = {8: 80, 16: 128}
 """The most registers a thread, which the compiler is told, by the rows of a tile."""
-LEVERS = {"EARLY": True, "FIRST": 3, "AHEAD": 4}
-"""The constants of a kernel that loads its first weights before it waits for the kernel in front, asks L2 for three
-blocks of them before that, and later for blocks four ahead of its loads."""
+LEVERS = {"EARLY": True, "FIRST": 3}
+"""The constants of a kernel that loads its first weights before it waits for the kernel in front, and asks L2 for three
+blocks of them. AHEAD stays 0 until it is timed: with 4 the loop has 155 instructions instead of 138."""
 UP: tl.constexpr = tl.constexpr(8589934592.0)  # 2^33
 LOW: tl.constexpr = tl.constexpr(1.2676506002282294e30)  # 2^100
 HIGH: tl.constexpr = tl.constexpr(7.922816251426434e28)  # 2^96
