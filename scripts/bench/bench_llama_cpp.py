@@ -612,7 +612,7 @@ def main(
     in f32 or q8_0, chain length 1 to 7, backend sampling of the draft on or off. Then these take turns with each
     prompt, greedily and up to 128 tokens: the artifact without and with speculation and, for each --type, llama-server
     without speculation and in its four fastest settings. The best setting is the one with the best median over the
-    passes. A setting whose server fails is named and left out.
+    passes. A setting whose server fails in the search is named and left out.
 
     Nothing is kept from one prompt to the next. Decoding is timed from the first token to the last by either side's own
     clock, so no figure includes HTTP; "prompts too" adds the time to the first token. Ratios are computed within a
