@@ -19,9 +19,9 @@ from eagle3.export.configuration.config import (
 )
 from eagle3.export.draft.kinds import DIALECTS, EAGLE3, KINDS
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE
-from eagle3.runner.console.command import NameChoice, OneLineFailures, tell, version_option
 from eagle3.runner.contract import EXPORT_RECORD
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.command import NameChoice, OneLineFailures, tell, version_option
+from eagle3.runner.system.gpus import BY_ARCH
 from eagle3.targets import TARGETS
 
 RECIPES = list(dict.fromkeys(recipe for backend in BACKENDS.values() for recipe in backend.recipes))

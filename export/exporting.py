@@ -18,7 +18,7 @@ from eagle3.export.configuration.hub_names import hub_name
 from eagle3.export.hub.sources import Sources, check_typed, find_sources
 from eagle3.export.output.folder import check_output, refuse_a_second
 from eagle3.export.output.progress import Progress
-from eagle3.runner.console.command import calm_libraries
+from eagle3.runner.system.command import calm_libraries
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import click
 from eagle3.export.configuration.backends import BACKENDS, MEANT
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.configuration.hub_names import hub_name, of_address
-from eagle3.runner.console.command import NameChoice, OneLineFailures, closest, version_option
+from eagle3.runner.system.command import NameChoice, OneLineFailures, closest, version_option
 from eagle3.targets import TARGETS
 
 EPILOG = """

@@ -17,8 +17,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3.runner.hardware.cpu_features import check_cpu_features
-from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
+from eagle3.runner.system.cpu_features import check_cpu_features
+from eagle3.runner.system.threads import leave_threads_to_xnnpack
 
 if TYPE_CHECKING:
     from eagle3.runner.conversation import Conversation
@@ -78,7 +78,7 @@ def load(
     leave_threads_to_xnnpack()
 
     from eagle3.runner.artifact.opening import open_artifact
-    from eagle3.runner.console.command import tell
+    from eagle3.runner.system.command import tell
 
     artifact = open_artifact(Path(path), verify, say=tell)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from eagle3.runner.artifact.near_ties import near_tie_of
-from eagle3.runner.cache.cached_tokens import CachedTokens
-from eagle3.runner.chain.adaptive_chain import AdaptiveChain
-from eagle3.runner.chain.lookup_choice import LookupChoice, pays
-from eagle3.runner.comparison.lossless import Replay, replay
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Session
+from eagle3.runner.loop.adaptive_chain import AdaptiveChain
+from eagle3.runner.loop.cached_tokens import CachedTokens
+from eagle3.runner.loop.lookup_choice import LookupChoice, pays
+from eagle3.runner.loop.lossless import Replay, replay
 from eagle3.runner.options import AUTO, OptionFields, Options
 from eagle3.runner.sampling.constraint import Constraint, Grammars
 from eagle3.runner.stream import ABORT, Piece, Result, Stream, choose

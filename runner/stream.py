@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from eagle3.runner.cache.cached_tokens import CachedTokens
-from eagle3.runner.chain.chain import ChainLength
-from eagle3.runner.chain.lookup_choice import LookupChoice
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Session
+from eagle3.runner.loop.cached_tokens import CachedTokens
+from eagle3.runner.loop.chain import ChainLength
+from eagle3.runner.loop.choice import Choice, Greedy
+from eagle3.runner.loop.generation import STOP, Generation, check_request, generate
+from eagle3.runner.loop.lookup_choice import LookupChoice
+from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.options import AUTO, Options
-from eagle3.runner.rounds.choice import Choice, Greedy
-from eagle3.runner.rounds.loop import STOP, Generation, check_request, generate
-from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.runner.sampling.constrained import Constrained, Guide
 from eagle3.runner.sampling.constraint import Constraint
 from eagle3.runner.sampling.logprobs import Logprobs, TokenLogprobs

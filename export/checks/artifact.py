@@ -28,9 +28,9 @@ from eagle3.export.lowering.backend import load_backend
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.runner.artifact.near_ties import NEAR_TIE, near_tie
-from eagle3.runner.console.command import calm_stderr
 from eagle3.runner.contract import PREFILL
-from eagle3.runner.hardware.memory import free_memory, size_text
+from eagle3.runner.system.command import calm_stderr
+from eagle3.runner.system.memory import free_memory, size_text
 
 TEXTS = ("def fibonacci(n):\n", "The capital of France is", "Write a short story about the sea.\n")
 NEW_TOKENS = 32
@@ -169,7 +169,7 @@ def sample_prompts(folder: Path, plan: Plan) -> list[list[int]]:
 
 def _tried(folder: Path, prompts: list[list[int]]) -> dict[str, Any]:
     asked = json.dumps({"prompts": prompts, "max_new_tokens": NEW_TOKENS})
-    command = [sys.executable, "-m", "eagle3.runner.rounds.smoke_run", str(folder)]
+    command = [sys.executable, "-m", "eagle3.runner.loop.smoke_run", str(folder)]
     done = subprocess.run(command, input=asked, capture_output=True, text=True, errors="replace")
     if done.returncode < 0:
         raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from eagle3.export.configuration.config import CUDA_RECIPES, XNNPACK_RECIPES
-from eagle3.runner.hardware.cpu_features import lacks_avx512
+from eagle3.runner.system.cpu_features import lacks_avx512
 from eagle3.targets.spec import DELTA_RULE, KIMI_DELTA, MAMBA_2, SHORT_CONVOLUTION
 
 SMALL_M_ROWS = (8, 16)

@@ -6,7 +6,7 @@ from typing import Any
 from eagle3.export.fit.cost import why_not_measured
 from eagle3.export.output.progress import Progress
 from eagle3.export.planning.plan import Plan
-from eagle3.runner.console.command import one_line
+from eagle3.runner.system.command import one_line
 
 
 def fitted(plan: Plan, progress: Progress) -> tuple[Plan, dict[str, Any] | None]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from eagle3.export.fit.cost import cost, not_measured, recipes_of, why_not_measured
 from eagle3.export.planning.plan import Plan
-from eagle3.runner.console.command import one_line
+from eagle3.runner.system.command import one_line
 
 MOST_SECONDS = 5.0
 """The longest estimated time of a measurement in a dry run."""

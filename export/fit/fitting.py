@@ -33,8 +33,8 @@ from eagle3.export.fit.trials import Trials
 from eagle3.export.fit.verdict import ANOTHER, FITS, NO_PAIR, Expected, chance, expected
 from eagle3.export.planning.plan import LARGE, Plan
 from eagle3.export.planning.taps import Taps
-from eagle3.runner.console.command import one_line
 from eagle3.runner.contract import DRAFT_STEP, TARGET_VERIFY, TWO_ROWS
+from eagle3.runner.system.command import one_line
 from eagle3.targets import TapTarget
 
 COMPARED = 3

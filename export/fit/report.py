@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from eagle3.export.fit.fitting import Fit, fit_lines
-from eagle3.runner.console.tables import show_tables, table
+from eagle3.runner.system.tables import show_tables, table
 
 
 def show(found: dict[str, Fit]) -> None:

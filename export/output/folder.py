@@ -22,9 +22,9 @@ from pathlib import Path
 from types import FrameType
 
 from eagle3.export.output.contents import sha256
-from eagle3.runner.console.command import Terminated
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
-from eagle3.runner.hardware.memory import size_text
+from eagle3.runner.system.command import Terminated
+from eagle3.runner.system.memory import size_text
 
 try:
     import fcntl

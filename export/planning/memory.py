@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from eagle3.export.draft.common.description import DraftDescription
-from eagle3.runner.hardware.gpus import CONTEXT_BYTES
+from eagle3.runner.system.gpus import CONTEXT_BYTES
 from eagle3.targets import TargetSpec
 from eagle3.targets.attention import KVCacheShape, ring_window, with_int8_caches
 from eagle3.targets.recurrent import RecurrentPositions, RecurrentState

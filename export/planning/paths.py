@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from eagle3.export.configuration.config import NO_HEAD, OWN_LAYER, ExportConfig
-from eagle3.runner.console.command import closest
+from eagle3.runner.system.command import closest
 from eagle3.targets import TARGETS, TargetSpec
 
 

@@ -31,7 +31,7 @@ from eagle3.export.planning.taps import Taps, choose_taps
 from eagle3.export.planning.tensors import check_target
 from eagle3.export.planning.tokenizer import check_tokenizer
 from eagle3.runner.contract import SPECULATE
-from eagle3.runner.hardware.memory import size_text
+from eagle3.runner.system.memory import size_text
 from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import Skeleton, sliding_window
 

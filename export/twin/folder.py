@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from eagle3.export.output.folder import is_full_disk
-from eagle3.runner.hardware.memory import size_text
+from eagle3.runner.system.memory import size_text
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 
 from eagle3.runner.artifact.light_imports import without_compiler
 from eagle3.runner.artifact.pte import DTYPES
-from eagle3.runner.console.command import calm_stderr
+from eagle3.runner.system.command import calm_stderr
 
 WEIGHTS_FILE = "aoti_cuda_blob.ptd"
 TABLE_FAMILY = b"ETCUDAFQN"

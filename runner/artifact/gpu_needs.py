@@ -8,7 +8,7 @@ from typing import Any
 from eagle3.runner.artifact.cuda_weights import WeightTable
 from eagle3.runner.artifact.record import read_export
 from eagle3.runner.contract import LAUNCHES, SPECULATE, TARGET_VERIFY, WORKSPACE
-from eagle3.runner.hardware.gpus import CONTEXT_BYTES
+from eagle3.runner.system.gpus import CONTEXT_BYTES
 
 CACHES = ("cache", "kept_state")
 """Parts of the names of what a run keeps: KV caches, and the states of recurrent and convolution layers."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.runner.artifact.light_imports import without_compiler
-from eagle3.runner.console.command import calm_stderr
+from eagle3.runner.system.command import calm_stderr
 
 if TYPE_CHECKING:
     from executorch.exir._serialize.generated.executorch_flatbuffer.EValue import EValue

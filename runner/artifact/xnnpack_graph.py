@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from eagle3.runner.console.command import calm_stderr
+from eagle3.runner.system.command import calm_stderr
 
 HEADER = struct.Struct("<10xII")
 """A delegate's header (``XNNHeader``): the offset and the size of its graph."""

@@ -10,8 +10,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.model import Model, Piece, Result
-from eagle3.runner.rounds.statistics import GenerationStats
 
 
 def print_pieces(model: Model, pieces: Iterable[Piece], written: Callable[[Piece], str]) -> None:

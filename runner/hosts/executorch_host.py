@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from eagle3.runner.artifact.light_imports import without_compiler
-from eagle3.runner.console.command import calm_stderr
 from eagle3.runner.contract import DECODE, METHODS, SPECULATE, Metadata
 from eagle3.runner.hosts.session import TimedSession, missing_method
+from eagle3.runner.system.command import calm_stderr
 
 if TYPE_CHECKING:
     from executorch.runtime import Method, Program, Runtime

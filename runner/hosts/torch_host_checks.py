@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eagle3.runner.artifact.cuda_library import Library, images_of, runs_on
-from eagle3.runner.hardware.gpus import excesses
+from eagle3.runner.system.gpus import excesses
 
 GIB = 1 << 30
 HOSTS = (2, 11), (2, 13)

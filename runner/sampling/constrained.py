@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Step
-from eagle3.runner.rounds.choice import Choice
+from eagle3.runner.loop.choice import Choice
 from eagle3.runner.sampling.constraint import Constraint
 
 LONGEST_REASON = 400

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle3.runner.hosts.session import Step
-from eagle3.runner.rounds.choice import Choice
+from eagle3.runner.loop.choice import Choice
 
 
 @dataclass(frozen=True)

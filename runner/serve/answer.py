@@ -11,8 +11,8 @@ from openai.types import CompletionUsage
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 
+from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.model import ABORT, Model, Result
-from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.calls import read_calls
 from eagle3.runner.serve.dialogue import Dialogue, Turn

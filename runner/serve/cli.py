@@ -11,7 +11,7 @@ import click
 
 from eagle3.runner.artifact.opening import find_model
 from eagle3.runner.commands.flags import chain_len_option, ngram_option
-from eagle3.runner.console.command import (
+from eagle3.runner.system.command import (
     OneLineFailures,
     cuda_graph_option,
     packed_weights_option,
@@ -19,7 +19,7 @@ from eagle3.runner.console.command import (
     tell,
     version_option,
 )
-from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
+from eagle3.runner.system.threads import leave_threads_to_xnnpack
 
 EPILOG = """
 \b

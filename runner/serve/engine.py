@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle3.runner.cache.cached_tokens import common_prefix
+from eagle3.runner.loop.cached_tokens import common_prefix
+from eagle3.runner.loop.generation import LENGTH
+from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.model import Model, Result, Stream
 from eagle3.runner.options import Options
-from eagle3.runner.rounds.loop import LENGTH
-from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.runner.sampling.constrained import GrammarFailed
 from eagle3.runner.sampling.constraint import Constraint
 from eagle3.runner.sampling.logprobs import TokenLogprobs

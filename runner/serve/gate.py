@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.serve.errors import APIError, Refused, as_response
 from eagle3.runner.serve.limits import MOST_BODY
 from eagle3.runner.serve.page import FILES

@@ -22,10 +22,10 @@ from starlette.requests import Request
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eagle3.runner.hardware.threads import leave_threads_to_xnnpack
 from eagle3.runner.serve.cli import read_key
 from eagle3.runner.serve.gate import Gate
 from eagle3.runner.serve.tunnel import Sent, answered
+from eagle3.runner.system.threads import leave_threads_to_xnnpack
 
 PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 """Ray's own router class. Its public name, ``ray.serve.llm.request_router``, needs vLLM or SGLang."""
@@ -68,9 +68,9 @@ class Replica:
     def __init__(self, settings: Settings):
         leave_threads_to_xnnpack()  # before torch is imported
 
-        from eagle3.runner.console.command import tell
         from eagle3.runner.serve.app import build_app
         from eagle3.runner.serve.server import opened
+        from eagle3.runner.system.command import tell
 
         self._stack, given = ExitStack(), settings
         opening = opened(

@@ -12,9 +12,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from eagle3.runner import load
-from eagle3.runner.console.command import tell
 from eagle3.runner.contract import MODEL_FILE
-from eagle3.runner.rounds.loop import check_request
+from eagle3.runner.loop.generation import check_request
 from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.connections import TELLING_SECONDS, Protocol, Server
 from eagle3.runner.serve.dialogue import Dialogue
@@ -23,6 +22,7 @@ from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.metrics import Metrics
 from eagle3.runner.serve.requests import Asked, ChatBody, CompletionBody, ResponseBody, parse
 from eagle3.runner.serve.service import Service
+from eagle3.runner.system.command import tell
 
 
 def serve(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.console.text_input import read_bytes, source_name
+from eagle3.runner.system.text_input import read_bytes, source_name
 from eagle3.runner.text.chat import Message, check_messages
 from eagle3.runner.text.checks import check_unicode, shown
 

@@ -31,8 +31,8 @@ from eagle3.export.lowering.xnnpack.head_rows import heads_as_rows, heads_togeth
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.split_k import split_wide_linears
 from eagle3.export.lowering.xnnpack.weight_conversion import quantize
-from eagle3.runner.console.command import OneLineFailures, calm_stderr
 from eagle3.runner.hosts.executorch_host import load_runtime
+from eagle3.runner.system.command import OneLineFailures, calm_stderr
 from eagle3.targets.attention import KVCacheShape
 
 LAYERS, HIDDEN, INTERMEDIATE = 4, 2560, 9728  # larger than the processor's caches

@@ -43,10 +43,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click
 
 from eagle3.runner import load
-from eagle3.runner.batch.batch import progress
-from eagle3.runner.bench.figures import divergence, speeds, spread
-from eagle3.runner.bench.machine import cores, machine, versions
-from eagle3.runner.bench.measure import (
+from eagle3.runner.commands.batch import progress
+from eagle3.runner.commands.bench_figures import divergence, speeds, spread
+from eagle3.runner.commands.bench_machine import cores, machine, versions
+from eagle3.runner.commands.bench_measure import (
     Outcome,
     Workload,
     check_configurations,
@@ -55,12 +55,12 @@ from eagle3.runner.bench.measure import (
     measure,
     total,
 )
-from eagle3.runner.bench.report import identity_text, rate_text, rendered, spread_text
-from eagle3.runner.console.command import OneLineFailures, calm_stderr
+from eagle3.runner.commands.bench_report import identity_text, rate_text, rendered, spread_text
 from eagle3.runner.hosts.executorch_host import load_runtime
+from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
-from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.runner.system.command import OneLineFailures, calm_stderr
 from eagle3.runner.text.prompts import Prompt
 from eagle3.targets import TARGETS
 
@@ -264,7 +264,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class LlamaCppConfiguration:
-    """llama-server, measured like a ``Configuration`` of ``eagle3.runner.bench.measure``. ``model``: the
+    """llama-server, measured like a ``Configuration`` of ``eagle3.runner.commands.bench_measure``. ``model``: the
     artifact, whose tokenizer and context length are used."""
 
     setting: Setting

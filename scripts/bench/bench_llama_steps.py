@@ -25,9 +25,9 @@ from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter,
 from transformers import PreTrainedConfig, Qwen3_5TextConfig
 
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
-from eagle3.runner.bench.machine import cores, machine, versions
-from eagle3.runner.bench.report import rendered
-from eagle3.runner.console.command import OneLineFailures
+from eagle3.runner.commands.bench_machine import cores, machine, versions
+from eagle3.runner.commands.bench_report import rendered
+from eagle3.runner.system.command import OneLineFailures
 
 RECIPES = {"8": (("8da8w",), ("q8_0",)), "4": (("8da4w", "8da4w --group-size 256"), ("q4_0", "q4_k_m"))}
 """Our recipes (the value of --qlinear and further flags) and llama.cpp's types, by bits per weight."""

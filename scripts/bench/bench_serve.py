@@ -30,11 +30,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from eagle3.runner import load
-from eagle3.runner.bench.figures import spread
-from eagle3.runner.bench.machine import machine, versions
-from eagle3.runner.bench.report import rate_text, rendered, spread_text
-from eagle3.runner.console.command import OneLineFailures
+from eagle3.runner.commands.bench_figures import spread
+from eagle3.runner.commands.bench_machine import machine, versions
+from eagle3.runner.commands.bench_report import rate_text, rendered, spread_text
 from eagle3.runner.model import Model
+from eagle3.runner.system.command import OneLineFailures
 from eagle3.runner.text.prompts import read_prompts
 from eagle3.runner.text.text import TOKENIZER_FILE
 

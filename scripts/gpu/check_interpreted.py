@@ -29,7 +29,7 @@ from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.pipeline import make_metadata
 from eagle3.runner.contract import EXPORT_RECORD
 from eagle3.runner.hosts.session import EagerSession
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 
 HELPERS = Path(__file__).resolve().parents[2] / "tests" / "helpers"
 CANDIDATES, LONGEST = 40, 20

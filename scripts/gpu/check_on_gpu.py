@@ -23,7 +23,7 @@ from proposed import proposed
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.hosts.session import Session
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 
 LEAST = 0.5
 """The least share of equal proposals. Proposals of a random head are often near-ties; those of two different heads

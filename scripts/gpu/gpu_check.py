@@ -112,8 +112,8 @@ def export_layers(check: Check) -> Facts:
 
 
 def run_layers(facts: Facts, artifact: Path) -> None:
-    from eagle3.runner.inspect.program import inspect_program
-    from eagle3.runner.rounds.loop import complete
+    from eagle3.runner.commands.program import inspect_program
+    from eagle3.runner.loop.generation import complete
 
     with opened(artifact, "auto", facts) as session:
         torch.cuda.reset_peak_memory_stats()

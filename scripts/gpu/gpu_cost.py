@@ -43,9 +43,9 @@ from rich.table import Table
 from eagle3.runner.artifact.cuda_library import KERNEL_KINDS, kind_of
 from eagle3.runner.artifact.opening import find_model, load_artifact
 from eagle3.runner.artifact.record import read_export
-from eagle3.runner.console.tables import show_tables, table
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY, Metadata
-from eagle3.runner.hardware.gpus import GPUS, Gpu, gpus_of
+from eagle3.runner.system.gpus import GPUS, Gpu, gpus_of
+from eagle3.runner.system.tables import show_tables, table
 
 LAUNCH_SECONDS = 2e-6
 """Time from the end of a kernel to the work of the next, without a CUDA graph; commonly measured as 2 to 4 us."""

@@ -63,7 +63,7 @@ class Compiling:
         from triton.compiler import ASTSource
 
         from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
-        from eagle3.runner.hardware.gpus import BY_ARCH
+        from eagle3.runner.system.gpus import BY_ARCH
 
         name = self.kernel.fn.__name__
         key = key_of(name, arguments, constants, self.own)

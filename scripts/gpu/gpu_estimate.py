@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from eagle3.runner.artifact.cuda_library import kind_of
-from eagle3.runner.hardware.gpus import GPUS, Gpu
+from eagle3.runner.system.gpus import GPUS, Gpu
 
 MEASURED_ON = "H200"
 GAP_SECONDS = 0.8e-6

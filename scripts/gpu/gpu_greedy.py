@@ -14,7 +14,7 @@ from eagle3.export.lowering.cuda.kernels.sums import made_for_here
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.runner.hosts.session import Session
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.targets.attention import EagerAttention
 
 NEW_TOKENS = 64

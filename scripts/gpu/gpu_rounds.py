@@ -57,7 +57,7 @@ def kernels_of_a_round(artifact: Path) -> Facts:
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
     from eagle3.runner.contract import SPECULATE, TARGET_VERIFY
-    from eagle3.runner.rounds.step_times import session_steps
+    from eagle3.runner.loop.step_times import session_steps
 
     rounds = 5
     with opened(artifact, "off", {}) as session:
@@ -91,7 +91,7 @@ def kernel_times(events: list[dict[str, Any]], rounds: int) -> Facts:
 def measure_round(facts: Facts, check: Check, artifact: Path, graphs: str) -> None:
     """Time each method of a round at one position, and compute the round's share of copy bandwidth."""
     from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY
-    from eagle3.runner.rounds.step_times import session_steps, step_milliseconds
+    from eagle3.runner.loop.step_times import session_steps, step_milliseconds
 
     with opened(artifact, graphs, facts) as session:
         metadata = session.metadata
@@ -124,7 +124,7 @@ def prefill(check: Check) -> None:
 
 def measure_prefill(facts: Facts, check: Check, artifact: Path, rows: int) -> None:
     from eagle3.runner.contract import PREFILL
-    from eagle3.runner.rounds.step_times import step_milliseconds
+    from eagle3.runner.loop.step_times import step_milliseconds
 
     with opened(artifact, "off", facts) as session:
         metadata = session.metadata

@@ -29,10 +29,10 @@ from eagle3.export.fit.verdict import ANOTHER, CERTAIN, FITS, LEAST_GAIN, NO_PAI
 from eagle3.export.lowering.backend import load_backend
 from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.plan import Plan, make_plan
-from eagle3.runner.console.tables import show_tables, table
 from eagle3.runner.hosts.session import EagerSession
-from eagle3.runner.rounds.loop import complete
-from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.runner.loop.generation import complete
+from eagle3.runner.loop.statistics import GenerationStats
+from eagle3.runner.system.tables import show_tables, table
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 

@@ -28,11 +28,11 @@ from eagle3.export import ExportConfig, export, prepare
 from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.twin.randomize import randomize
 from eagle3.runner.artifact.opening import open_artifact
-from eagle3.runner.cache.cached_tokens import CachedTokens
-from eagle3.runner.console.tables import show_tables, table
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.hosts.session import EagerSession, Session
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.cached_tokens import CachedTokens
+from eagle3.runner.loop.generation import complete
+from eagle3.runner.system.tables import show_tables, table
 from eagle3.targets.attention import EagerAttention
 from eagle3.targets.spec import states_of
 

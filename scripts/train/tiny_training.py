@@ -16,8 +16,8 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.hosts.session import EagerSession
-from eagle3.runner.rounds.loop import complete
-from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.runner.loop.generation import complete
+from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.targets.attention import EagerAttention
 
 PEAK_RATE, STEP_WEIGHT = 3e-3, 0.8

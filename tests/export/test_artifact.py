@@ -12,11 +12,11 @@ from eager import eager_speculator
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.pte import read_constants, read_pte
+from eagle3.runner.commands.run import main as run_main
 from eagle3.runner.contract import DECODE, METHODS, MODEL_FILE
 from eagle3.runner.hosts.executorch_host import load_runtime
 from eagle3.runner.hosts.session import EagerSession
-from eagle3.runner.rounds.loop import complete
-from eagle3.runner.run.cli import main as run_main
+from eagle3.runner.loop.generation import complete
 
 TEXT = 'class Reader:\n    """Reads."""\n\n    def __init__(self, stream):\n        self.stream = stream\n'
 

@@ -16,8 +16,8 @@ from random_checkpoints import save_random_draft
 from safetensors.torch import load_file, save_file
 
 from eagle3.export.cli import main as export_main
-from eagle3.runner.bench.cli import main as bench_main
-from eagle3.runner.run.cli import main as run_main
+from eagle3.runner.commands.bench import main as bench_main
+from eagle3.runner.commands.run import main as run_main
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]
@@ -252,9 +252,9 @@ AT_ONCE = [
     (("eagle3.export.fit_command", "gemma4-tiny", "1", "9"), "--draft 9: gemma4-tiny has 4 heads"),
     (("eagle3.export.fit_command", "gemma4-tiny", "1", "nowhere"), "--draft nowhere is not a folder"),
     (("eagle3.export.fit_command", "gema4-tiny", "1"), "TARGET gema4-tiny is no name"),
-    (("eagle3.runner.run.cli", "nowhere", "--prompt", "a"), "nowhere is missing"),
-    (("eagle3.runner.inspect.cli", "nowhere"), "nowhere is missing"),
-    (("eagle3.runner.bench.cli", "nowhere", "--prompts", __file__), "nowhere is missing"),
+    (("eagle3.runner.commands.run", "nowhere", "--prompt", "a"), "nowhere is missing"),
+    (("eagle3.runner.commands.inspect", "nowhere"), "nowhere is missing"),
+    (("eagle3.runner.commands.bench", "nowhere", "--prompts", __file__), "nowhere is missing"),
     (("eagle3.runner.serve.cli", "nowhere"), "nowhere is missing"),
 ]
 """Commands with a wrong path or number, and what their error says."""

@@ -11,11 +11,11 @@ from scripted import ThreeMethods
 
 from eagle3.export.pipeline import load_speculator
 from eagle3.runner.artifact.opening import open_artifact
-from eagle3.runner.cache.cached_tokens import CachedTokens
+from eagle3.runner.commands.inspect import main as inspect_main
 from eagle3.runner.contract import SPECULATE
 from eagle3.runner.hosts.opening import open_session
-from eagle3.runner.inspect.cli import main as inspect_main
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.cached_tokens import CachedTokens
+from eagle3.runner.loop.generation import complete
 from eagle3.targets.attention import EagerAttention
 
 OF_16 = ("gemma4-31B", "gemma4-E2B", "assistant", "auto", "gpt-oss-20b", "lfm2")

@@ -12,11 +12,11 @@ from family_exports import WITH_FORWARD, family_plan
 from eagle3.export.cli import main as export_main
 from eagle3.export.pipeline import load_speculator
 from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.commands.inspect import main as inspect_main
 from eagle3.runner.contract import FORWARD
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_llm_ops, load_runtime
 from eagle3.runner.hosts.opening import open_session
-from eagle3.runner.inspect.cli import main as inspect_main
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.runner.text.text import Text
 from eagle3.targets.attention import EagerAttention
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
-from eagle3.runner.cache.cached_tokens import CachedTokens
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.cached_tokens import CachedTokens
+from eagle3.runner.loop.generation import complete
 from eagle3.targets.decoder_layers import past_name
 
 LONG = 16384

@@ -9,9 +9,9 @@ from scripted import ThreeMethods
 
 from eagle3.export import ExportConfig, export
 from eagle3.runner.artifact.opening import open_artifact
-from eagle3.runner.cache.cached_tokens import CachedTokens
 from eagle3.runner.hosts.opening import open_session
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.cached_tokens import CachedTokens
+from eagle3.runner.loop.generation import complete
 
 CASES = (("nemotron_h", None), ("bamba", "8da8w"), ("kimi_linear", "8da8w"), ("lara_mini", None))
 """LaraMini's checkpoint is split into views, and it has a sliding window. Falcon-H1 is exported by

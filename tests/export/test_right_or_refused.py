@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Qw
 
 from eagle3.export import ExportConfig, prepare
 from eagle3.export.twin.randomize import randomize
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 
 PROMPT, NEW = 70, 14  # tokens: past four windows, a chunk and every original rope length
 RIGHT, REFUSED, NO_MODEL = "right", "refused", "transformers makes no such model"

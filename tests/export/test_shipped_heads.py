@@ -7,8 +7,8 @@ from eager import eager_session
 
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
-from eagle3.runner.rounds.loop import complete
-from eagle3.runner.rounds.statistics import GenerationStats
+from eagle3.runner.loop.generation import complete
+from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.text.text import Text
 from eagle3.targets import TARGETS
 

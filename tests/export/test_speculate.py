@@ -15,11 +15,11 @@ from scripted import ScriptedSession, ThreeMethods, greedy_sequence, scripted_me
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.opening import open_artifact
-from eagle3.runner.cache.cached_tokens import CachedTokens
-from eagle3.runner.chain.adaptive_chain import AdaptiveChain
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.hosts.opening import open_session
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.adaptive_chain import AdaptiveChain
+from eagle3.runner.loop.cached_tokens import CachedTokens
+from eagle3.runner.loop.generation import complete
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 

@@ -8,7 +8,7 @@ from eagle3.export.lowering.cuda.kernels import bf16, k_quants, small_m
 from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 POINTERS = {
     torch.bfloat16: "bf16",

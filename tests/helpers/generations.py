@@ -2,9 +2,9 @@
 
 from scripted import ThreeMethods
 
-from eagle3.runner.cache.cached_tokens import CachedTokens
 from eagle3.runner.contract import SPECULATE
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.cached_tokens import CachedTokens
+from eagle3.runner.loop.generation import complete
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 

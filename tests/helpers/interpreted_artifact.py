@@ -39,7 +39,7 @@ from eagle3.runner.artifact.opening import load_artifact
 from eagle3.runner.contract import MODEL_FILE
 from eagle3.runner.hosts import torch_host
 from eagle3.runner.hosts.session import TimedSession
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 
 HUGE = 0x7E
 """A byte of a value that is finite and as large as it gets: 8e37 in bfloat16 and float32, 126 in int8."""

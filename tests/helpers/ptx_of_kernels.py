@@ -35,7 +35,7 @@ from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.int4.tiles import matmul as int4_matmul
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU, counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int8: "*i8",

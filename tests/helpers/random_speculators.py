@@ -2,7 +2,7 @@
 
 from scripted import VOCABULARY, scripted_metadata
 
-from eagle3.runner.rounds.loop import complete, generate
+from eagle3.runner.loop.generation import complete, generate
 
 FEW = 3  # token ids, so few that different texts soon agree again
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from eagle3.runner.cache.cached_tokens import common_prefix
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import FusedRound, Step
+from eagle3.runner.loop.cached_tokens import common_prefix
 
 VOCABULARY = 23
 MASK = -1  # the token of a P-EAGLE's mask rows

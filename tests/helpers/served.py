@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import httpx
 import uvicorn
 
+from eagle3.runner.loop.generation import Generation
 from eagle3.runner.model import Model
-from eagle3.runner.rounds.loop import Generation
 from eagle3.runner.serve.answer import Answer
 from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.dialogue import Dialogue

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-RUN = "from eagle3.runner.run.cli import main; main()"
+RUN = "from eagle3.runner.commands.run import main; main()"
 
 
 PROMPT = "\r\n> "

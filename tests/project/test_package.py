@@ -111,7 +111,7 @@ def test_threads_are_set_before_a_class_of_the_runner_imports_torch():
 
 def test_eagle3_run_help_takes_a_third_of_a_second():
     """The least CPU time of three runs counts, because another process may use the core."""
-    code = "from eagle3.runner.run.cli import main; main(['--help'], standalone_mode=False)"
+    code = "from eagle3.runner.commands.run import main; main(['--help'], standalone_mode=False)"
     measured = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -131,7 +131,7 @@ def test_a_dry_run_for_the_cpu_imports_no_compiler(tmp_path):
 
 def test_the_runner_never_imports_the_exporter_nor_the_compiler():
     loaded = imported_modules(
-        "import eagle3.runner.rounds.loop, eagle3.runner.hosts.executorch_host as r; r.load_runtime()"
+        "import eagle3.runner.loop.generation, eagle3.runner.hosts.executorch_host as r; r.load_runtime()"
     )
     assert not [name for name in loaded if name.startswith(("eagle3.export", "eagle3.targets"))]
     assert "torch._dynamo" not in loaded  # executorch.exir imports it, in 4 s

@@ -26,9 +26,9 @@ from terminal import PROMPT, Terminal
 from eagle3.export.cli import main as export_main
 from eagle3.export.fit_command import main as fit_main
 from eagle3.runner import load
-from eagle3.runner.bench.cli import main as bench_main
-from eagle3.runner.inspect.cli import main as inspect_main
-from eagle3.runner.run.cli import main as run_main
+from eagle3.runner.commands.bench import main as bench_main
+from eagle3.runner.commands.inspect import main as inspect_main
+from eagle3.runner.commands.run import main as run_main
 from eagle3.runner.serve.cli import main as serve_main
 
 ROOMS = ("", "export/", "export/draft/", "export/fit/", "export/lowering/cuda/", "export/lowering/edge/")

@@ -10,7 +10,7 @@ from scripted import VOCABULARY, scripted_metadata
 from scripted_logits import LogitsSession, random_logits
 from torch import arange
 
-from eagle3.runner.batch.batch import check_prompt
+from eagle3.runner.commands.batch import check_prompt
 from eagle3.runner.model import Model
 from eagle3.runner.options import Options
 from eagle3.runner.text.prompts import FIELDS, IDS, OPTIONS, Fault, Prompt, read_lines, read_prompts

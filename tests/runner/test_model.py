@@ -9,8 +9,8 @@ import torch
 
 from eagle3.runner import load
 from eagle3.runner.conversation import Conversation
+from eagle3.runner.loop.generation import complete
 from eagle3.runner.model import BusyError, Model
-from eagle3.runner.rounds.loop import complete
 
 TEXT = "def main(argv=None):\n    "
 SEEDED = {"temperature": 0.8, "seed": 11}

@@ -18,10 +18,10 @@ from random_checkpoints import random_model
 from scripted import scripted_metadata
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from eagle3.runner.bench.measure import Completion, Configuration, Outcome, Workload
+from eagle3.runner.commands.bench_measure import Completion, Configuration, Outcome, Workload
+from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
-from eagle3.runner.rounds.statistics import GenerationStats
 from eagle3.runner.text.prompts import Prompt
 
 LOG = """\

@@ -16,7 +16,7 @@ from proposed import proposed
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.hosts.opening import open_session
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 
 PROMPTS, TOKENS = ([5, 7, 11], [40, 41, 42, 43, 44, 45]), 8
 

@@ -15,7 +15,7 @@ from machine_code.sass import Code, Loop
 
 from eagle3.export.lowering.cuda.kernels.attention_sums import division
 from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
-from eagle3.runner.hardware.gpus import GPUS
+from eagle3.runner.system.gpus import GPUS
 
 EIGHT, SIXTEEN = (Loop(100 * m, 2048 * m, 16, 64, 3, 40 * m) for m in (1, 2))
 CODE = Code(100, 0, 900, 4, (SIXTEEN, EIGHT, Loop(9, 0, 0, 0, 0, 0)), "", 300)

@@ -18,7 +18,7 @@ from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.planning.memory import cache_bytes, state_bytes, target_caches
 from eagle3.export.twin.randomize import randomize
-from eagle3.runner.cache.cached_tokens import still_held
+from eagle3.runner.loop.cached_tokens import still_held
 from eagle3.targets import TARGETS, decoder_layers, spec
 from eagle3.targets.attention import EagerAttention
 from eagle3.targets.recurrent import Ring

@@ -71,9 +71,9 @@ from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES, PREFILL
-from eagle3.runner.hardware import gpus
-from eagle3.runner.hardware.gpus import BY_ARCH, lacking_on_later
-from eagle3.runner.hardware.versions import version_of
+from eagle3.runner.system import gpus
+from eagle3.runner.system.gpus import BY_ARCH, lacking_on_later
+from eagle3.runner.system.versions import version_of
 from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.spec import Convert
 

@@ -3,7 +3,7 @@
 ExecuTorch 1.5's partitioner for XNNPACK leaves out ``mean`` over the last dimension: each RMSNorm would end a delegate,
 and would run a portable kernel whose time grows with the rows. Written as a product with a constant, the mean stays in
 the delegate. A rotation of halves, written as a product too, is one node instead of four. As a result,
-``target_verify`` of gemma4-tiny has 14 delegates (tests/runner/inspect/test_inspect.py counts them).
+``target_verify`` of gemma4-tiny has 14 delegates (tests/runner/commands/test_inspect.py counts them).
 
 XNNPACK computes the exact GELU, but the partitioner also assigns GELUs with the tanh approximation to it. The results
 were off by 4.7e-4, which grew to 2e-3 in gemma4-tiny's features. ``tanh_gelu`` writes the approximation out

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from eagle3.export.lowering.xnnpack.quantization import DynamicWeight
 from eagle3.export.speculator.tensor_files import contiguous_beside
-from eagle3.runner.hardware.cpu_features import first_level_cache, lacks_avx512
+from eagle3.runner.system.cpu_features import first_level_cache, lacks_avx512
 
 CACHED = 6 << 10
 """The size in bytes of 8-bit rows that stay in the first-level cache."""

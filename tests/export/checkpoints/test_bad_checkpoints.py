@@ -20,7 +20,7 @@ from eagle3.export.checkpoints.target_config import SIZES, read_target_config, s
 from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
-from eagle3.runner.console.command import one_line
+from eagle3.runner.system.command import one_line
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]

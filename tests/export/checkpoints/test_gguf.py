@@ -27,7 +27,7 @@ from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.report import plan_text
 from eagle3.runner.contract import TARGET_VERIFY
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"].checkpoint

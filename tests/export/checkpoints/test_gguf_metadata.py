@@ -12,7 +12,7 @@ from random_checkpoints import random_model, save_random_draft
 from eagle3.export.checkpoints.gguf_file import GGUFFile
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 
 ARCHITECTURES = {"llama3.1-8B": "llama", "mistral-7B": "llama", "qwen3-4B": "qwen3", "phi4": "phi3"}
 ARCHITECTURES |= {"gemma3-27B": "gemma3"}

@@ -29,7 +29,7 @@ from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
 from eagle3.export.output.progress import Progress
 from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.report import plan_text
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.targets.attention import EagerAttention
 
 GOLDEN = TESTS / "golden" / "quantized"

@@ -19,7 +19,7 @@ from eagle3.export.checkpoints.target_config import read_target_config
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.target import check_target
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 
 ALL = SIZE | {"num_hidden_layers": 4}
 TEXT = {key: value for key, value in ALL.items() if key != "head_dim"}

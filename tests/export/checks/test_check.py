@@ -25,7 +25,7 @@ from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.planning.taps import choose_taps
 from eagle3.runner.artifact.near_ties import near_tie
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]
@@ -236,7 +236,7 @@ def test_a_random_head_gets_the_warning_after_a_real_export(tmp_path):
     """Export and check a random head on the real target, the case that the warning is for."""
     from transformers import AutoConfig
 
-    from eagle3.runner.rounds.loop import complete
+    from eagle3.runner.loop.generation import complete
 
     config = AutoConfig.from_pretrained(TINY.checkpoint)
     draft = save_random_draft(tmp_path / "draft", config, aux_layers=(1, 3, 5))

@@ -16,7 +16,7 @@ from eagle3.export.draft.kinds.eagle.description import windowed
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.plan import make_plan
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 

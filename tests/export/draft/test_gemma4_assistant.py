@@ -30,7 +30,7 @@ from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
 from eagle3.runner.hosts.session import EagerSession
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.targets.attention import EagerAttention
 
 SIZES = ("31B", "E2B", "E4B", "26B-A4B")

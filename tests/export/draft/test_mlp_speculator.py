@@ -26,7 +26,7 @@ from eagle3.export.planning.pairing import check_pair
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.contract import DRAFT_DECODE
 from eagle3.runner.hosts.session import EagerSession
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.targets.attention import EagerAttention
 
 GOLDEN = TESTS / "golden" / "mlp"

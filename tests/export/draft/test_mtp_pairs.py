@@ -27,7 +27,7 @@ from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.pipeline import load_speculator, make_manifest, trace
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 from eagle3.targets.state_mixers import token_by_token

@@ -15,7 +15,7 @@ from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.shrink import shrink
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.targets.text_part import build, text_config_of
 
 pytestmark = pytest.mark.skipif(

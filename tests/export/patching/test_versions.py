@@ -22,10 +22,10 @@ from eagle3.export.output.contents import package_versions
 from eagle3.export.twin.comparison import TOLERANCE
 from eagle3.export.twin.target import compare, make_twin, without_images
 from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.commands.run import main as run_main
 from eagle3.runner.hosts import opening, torch_host_checks
 from eagle3.runner.hosts.executorch_host import load_llm_ops
 from eagle3.runner.hosts.opening import open_session
-from eagle3.runner.run.cli import main as run_main
 from eagle3.targets import spec_for
 from eagle3.targets.decoder_layers import past_name
 

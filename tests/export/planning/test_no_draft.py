@@ -18,15 +18,15 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.exporting import prepare
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.opening import open_artifact
-from eagle3.runner.cache.cached_tokens import CachedTokens
-from eagle3.runner.chain.lookup_choice import LookupChoice
+from eagle3.runner.commands.run import main as run_main
 from eagle3.runner.contract import DRAFT_DECODE
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.hosts.session import Step
+from eagle3.runner.loop.cached_tokens import CachedTokens
+from eagle3.runner.loop.generation import complete
+from eagle3.runner.loop.lookup_choice import LookupChoice
 from eagle3.runner.model import Model
 from eagle3.runner.options import Options
-from eagle3.runner.rounds.loop import complete
-from eagle3.runner.run.cli import main as run_main
 
 NONE = ExportConfig("gemma4-tiny", draft=Path("none"), backend="xnnpack", max_seq_len=256)
 

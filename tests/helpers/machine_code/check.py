@@ -1,7 +1,7 @@
 """Checks the code of a CUDA artifact for faults that a GPU or a runtime would show only when it runs. Needs no GPU.
 
 1. Barriers: each kernel's PTX must order the accesses to memory that threads share (``barriers.py``).
-2. Blocks: threads, registers and shared memory must fit the GPUs that the artifact is for (``hardware/gpus.py``).
+2. Blocks: threads, registers and shared memory must fit the GPUs that the artifact is for (``runner/system/gpus.py``).
 3. Constants: each constant must be on the same device as its weight (``constants.py``).
 4. Symbols: the runtimes must have every symbol that a library needs (``runtime_symbols.py``).
 """
@@ -18,7 +18,7 @@ from machine_code.sass import Usage, read_usages
 
 from eagle3.runner.artifact.cuda_library import images_of, read_library
 from eagle3.runner.artifact.cuda_weights import WeightTable
-from eagle3.runner.hardware.gpus import excesses, gpus_of
+from eagle3.runner.system.gpus import excesses, gpus_of
 
 
 @dataclass(frozen=True)

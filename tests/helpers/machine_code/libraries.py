@@ -8,7 +8,7 @@ from eagle3.runner.artifact.cuda_delegates import naming, weight_tables
 from eagle3.runner.artifact.cuda_library import read_library, runs_on
 from eagle3.runner.artifact.cuda_weights import WeightTable
 from eagle3.runner.artifact.pte import read_pte
-from eagle3.runner.hardware.gpus import BY_ARCH, excesses
+from eagle3.runner.system.gpus import BY_ARCH, excesses
 
 
 def cuda_delegates(model: Path) -> dict[str, list[tuple[WeightTable, bytes]]]:

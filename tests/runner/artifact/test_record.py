@@ -12,10 +12,10 @@ from commands import fail_command, run_command
 
 from eagle3.runner.artifact import opening, record
 from eagle3.runner.artifact.opening import open_artifact
-from eagle3.runner.bench.cli import main as bench_main
+from eagle3.runner.commands.bench import main as bench_main
+from eagle3.runner.commands.inspect import main as inspect_main
+from eagle3.runner.commands.run import main as run_main
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
-from eagle3.runner.inspect.cli import main as inspect_main
-from eagle3.runner.run.cli import main as run_main
 
 TOKENS = ("--prompt-tokens", "2,318,1664,11", "--max-new-tokens", "8")
 HEADER = 64  # bytes, with ExecuTorch's extended header
@@ -96,7 +96,7 @@ def test_none_of_400_flipped_bytes_reaches_the_runtime(copied, not_loaded):
 @pytest.mark.parametrize("place", [6, 40, 5000, -1000])
 def test_a_flipped_byte_gives_one_line_and_exit_1_of_the_real_command(place, copied):
     flip(copied / MODEL_FILE, place % (copied / MODEL_FILE).stat().st_size)
-    command = [sys.executable, "-c", "from eagle3.runner.run.cli import main; main()", copied, *TOKENS]
+    command = [sys.executable, "-c", "from eagle3.runner.commands.run import main; main()", copied, *TOKENS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()

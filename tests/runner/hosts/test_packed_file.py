@@ -11,11 +11,11 @@ import pytest
 from commands import fail_command
 
 from eagle3.runner.artifact.opening import open_artifact
-from eagle3.runner.hardware.cpu_features import processor
+from eagle3.runner.commands.run import main as run_main
 from eagle3.runner.hosts import packed_file
 from eagle3.runner.hosts.opening import open_session
-from eagle3.runner.rounds.loop import complete
-from eagle3.runner.run.cli import main as run_main
+from eagle3.runner.loop.generation import complete
+from eagle3.runner.system.cpu_features import processor
 
 PROMPT = [2, 45, 17, 300, 11, 9, 8, 7, 6, 5, 4, 3]
 STARTED = """
@@ -23,7 +23,7 @@ import json, sys
 from pathlib import Path
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.hosts.opening import open_session
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 packed = Path(sys.argv[2]) if len(sys.argv) > 2 else None
 session = open_session(open_artifact(Path(sys.argv[1])), packed_weights=packed)
 private = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))

@@ -23,15 +23,15 @@ from eagle3.runner.artifact.cuda_library import Library
 from eagle3.runner.artifact.cuda_weights import TABLE_FAMILY, TABLE_MAGIC, WEIGHTS_FILE, read_ptd_index
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.artifact.pte import read_pte
-from eagle3.runner.bench.cli import main as bench_main
+from eagle3.runner.commands.bench import main as bench_main
+from eagle3.runner.commands.run import main as run_main
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY, row_bounds
 from eagle3.runner.hosts import one_host, opening, torch_host, torch_host_checks
 from eagle3.runner.hosts.cuda_graph import NEEDED, WARM_UP, SingleThreaded, _tensors, capture
 from eagle3.runner.hosts.opening import choose_runtime, open_session
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.hosts.torch_host import TorchSession
-from eagle3.runner.rounds.loop import complete
-from eagle3.runner.run.cli import main as run_main
+from eagle3.runner.loop.generation import complete
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 

@@ -10,7 +10,7 @@ from scripted import VOCABULARY, scripted_metadata
 from scripted_logits import LogitsSession, random_logits
 from transformers_sampling import CPU_TENSORS, by_transformers
 
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.runner.sampling.arrays import Device, Host
 from eagle3.runner.sampling.draws import FIRST, MANY, Dense, Sparse, thresholds
 from eagle3.runner.sampling.options import Sampling

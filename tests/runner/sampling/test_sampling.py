@@ -13,7 +13,7 @@ from scripted_logits import LogitsSession, random_logits
 from transformers_sampling import CPU_TENSORS, by_transformers
 
 from eagle3.runner.hosts.session import Step
-from eagle3.runner.rounds.loop import complete
+from eagle3.runner.loop.generation import complete
 from eagle3.runner.sampling.arrays import Host
 from eagle3.runner.sampling.draws import Dense, Sparse
 from eagle3.runner.sampling.logprobs import Logprobs

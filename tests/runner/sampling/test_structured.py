@@ -15,10 +15,10 @@ from scripted import scripted_metadata
 from scripted_logits import LogitsSession, random_logits
 
 from eagle3.runner.hosts.session import Step
+from eagle3.runner.loop.choice import Greedy
+from eagle3.runner.loop.generation import complete
 from eagle3.runner.model import Model
 from eagle3.runner.options import Options
-from eagle3.runner.rounds.choice import Greedy
-from eagle3.runner.rounds.loop import complete
 from eagle3.runner.sampling.constrained import Constrained, Guide
 from eagle3.runner.sampling.constraint import SEPARATORS, Grammars
 from eagle3.runner.sampling.sampler import Sampler

@@ -13,8 +13,8 @@ serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip
 from commands import run_command  # noqa: E402
 from served import free_port  # noqa: E402
 
+from eagle3.runner.commands.run import main  # noqa: E402
 from eagle3.runner.model import Model  # noqa: E402
-from eagle3.runner.run.cli import main  # noqa: E402
 
 FIRST, SECOND = "import os\nimport sys\n\n\ndef first(", "class Reader:\n    def second("
 
@@ -148,7 +148,7 @@ def test_ray_data_gives_the_results_of_one_model_and_continues_an_interrupted_ba
 
 
 def test_too_many_ray_replicas_are_refused_and_waiting_ones_are_reported(capsys):
-    from eagle3.runner.batch.batch_ray import _check_room
+    from eagle3.runner.commands.batch_ray import _check_room
 
     _check_room({"CPU": 4.0}, {"CPU": 2.0}, 2, "CPU")
     assert not capsys.readouterr().err

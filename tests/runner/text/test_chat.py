@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from eagle3.runner.conversation import Conversation
+from eagle3.runner.loop.generation import STOP, complete
 from eagle3.runner.model import Model
-from eagle3.runner.rounds.loop import STOP, complete
 from eagle3.runner.text.text import Text
 from eagle3.targets import TARGETS
 

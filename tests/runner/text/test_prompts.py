@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from eagle3.runner.console.text_input import read_text
+from eagle3.runner.system.text_input import read_text
 from eagle3.runner.text.prompts import OPTIONS, Prompt, read_prompts
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -22,7 +22,7 @@ from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
 from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
 
 from eagle3.export.patching.patches import all_replaced
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 FIRST_WITH = 90
 RELEASE, WAIT = "tl.extra.cuda.gdc_launch_dependents()", "tl.extra.cuda.gdc_wait()"

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from triton.language.extra import libdevice
 
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch, local_multiprocessors
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 COUNTERS = 1 << 16
 """The most tiles of a matmul that is divided along K."""

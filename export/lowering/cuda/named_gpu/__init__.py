@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from eagle3.export.patching.tested_versions import FOR_CUDA, TESTED, check_versions
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 
 def check_named_versions() -> None:

@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 
 from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, ranked
 from eagle3.export.patching.patches import all_replaced
-from eagle3.runner.hardware.gpus import Gpu
+from eagle3.runner.system.gpus import Gpu
 
 INDUCTOR = "torch._inductor."
 

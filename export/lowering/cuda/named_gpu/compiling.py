@@ -35,7 +35,7 @@ from eagle3.export.lowering.cuda.inductor.registers import registers_kept
 from eagle3.export.lowering.cuda.named_gpu.configurations import best, only
 from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages, own_config, plain_config, plain_rows
 from eagle3.export.patching.patches import all_replaced, environment
-from eagle3.runner.hardware.gpus import REGISTERS, Gpu
+from eagle3.runner.system.gpus import REGISTERS, Gpu
 
 TRITON, INDUCTOR = "triton.backends.nvidia.compiler.", "torch._inductor."
 HEURISTICS = f"{INDUCTOR}runtime.triton_heuristics."

@@ -23,7 +23,7 @@ import triton
 from torch._inductor.runtime.triton_heuristics import CompileResult
 from triton import Config
 
-from eagle3.runner.hardware.gpus import REGISTERS, Gpu
+from eagle3.runner.system.gpus import REGISTERS, Gpu
 
 WARPS, STAGES = (4, 8), (2, 1)
 MOST_REGISTERS = 255

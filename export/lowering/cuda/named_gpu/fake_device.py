@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from eagle3.export.patching.patches import all_replaced
-from eagle3.runner.hardware.gpus import REGISTERS, Gpu
+from eagle3.runner.system.gpus import REGISTERS, Gpu
 
 CACHING = (
     "torch.utils._triton",

@@ -14,7 +14,7 @@ from torch._inductor.select_algorithm import TritonTemplateCaller
 from torch._inductor.template_heuristics.triton import GemmConfig
 from torch._inductor.virtualized import V
 
-from eagle3.runner.hardware.gpus import Gpu
+from eagle3.runner.system.gpus import Gpu
 
 LATENCY = 800.0  # ns, the latency of a load from busy memory
 BYTES, FLOPS = 36.0, 3500.0  # per nanosecond and multiprocessor: H200's memory, mma.sync in bfloat16

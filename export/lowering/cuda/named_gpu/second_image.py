@@ -24,7 +24,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from eagle3.export.lowering.cuda.kernels.sums import WGMMA_ON
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
-from eagle3.runner.hardware.gpus import Gpu
+from eagle3.runner.system.gpus import Gpu
 
 ARCH = "90a"
 AT_A_TIME, PLAIN = "ROWS", "PLAIN_ROWS"

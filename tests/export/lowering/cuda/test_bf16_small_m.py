@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from triton_interpreter import asked_of_l2, interpreted, loaded_before_waits
 
 from eagle3.export.lowering.cuda.kernels import bf16, sums
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 REQUEST = "cp.async.bulk.prefetch.L2"
 

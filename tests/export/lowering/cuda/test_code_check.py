@@ -22,8 +22,8 @@ from eagle3.runner.artifact.cuda_weights import WeightTable
 from eagle3.runner.artifact.elf import DYNSYM, Elf
 from eagle3.runner.artifact.gpu_needs import recorded_launches
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE
-from eagle3.runner.hardware.gpus import GPUS, excesses, gpus_of, lacking_on_later
 from eagle3.runner.hosts import torch_host_checks
+from eagle3.runner.system.gpus import GPUS, excesses, gpus_of, lacking_on_later
 
 KB = 1 << 10
 ARCH = "sm_90"

@@ -20,9 +20,9 @@ from eagle3.export.planning.plan import make_plan
 from eagle3.export.speculator.merged_linears import merge_linears
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, read_ptd_index
 from eagle3.runner.artifact.pte import read_pte
+from eagle3.runner.commands.inspect import main as inspect_main
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.runner.hosts.torch_host import read_methods
-from eagle3.runner.inspect.cli import main as inspect_main
 from eagle3.targets.attention import EagerAttention
 
 ARCH = () if torch.cuda.is_available() else ("--cuda-arch", "sm_90")

@@ -29,7 +29,7 @@ from eagle3.export.lowering.cuda.kernels import attention_chunk, attention_sums
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 SLOTS, WINDOW, DIM = 300, 100, 16

@@ -14,7 +14,7 @@ from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_
 from eagle3.export.lowering.cuda.kernels import bf16, sums
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.gc_tuning import THRESHOLDS, collected_rarely
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 
 @triton.jit

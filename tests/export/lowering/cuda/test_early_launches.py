@@ -19,7 +19,7 @@ from eagle3.export.lowering.cuda.inductor.early_launches import (
     launching_early,
     waiting,
 )
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 POINTWISE = """async_compile.triton('triton_poi_fused_add_0', '''
 import triton

@@ -21,8 +21,8 @@ from eagle3.export.planning.memory import cache_bytes, longest_context
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact import gpu_needs
 from eagle3.runner.artifact.gpu_needs import workspace_of
+from eagle3.runner.commands.inspect import main as inspect_main
 from eagle3.runner.contract import EXPORT_RECORD, LAUNCHES, PREFILL, WORKSPACE
-from eagle3.runner.inspect.cli import main as inspect_main
 from eagle3.targets.state_mixers import form_of
 
 

@@ -23,7 +23,7 @@ from eagle3.export.lowering.cuda.kernels import large_m, small_m, sums
 from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.int4.tiles import matmul as int4_matmul
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 WGMMA, PLAIN, OTHER = "wgmma", "the same grid without wgmma", "another GPU"
 FORMS = [WGMMA, PLAIN, OTHER]

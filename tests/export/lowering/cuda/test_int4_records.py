@@ -22,7 +22,7 @@ from eagle3.export.lowering.cuda.kernels.int4.records import layout as record_la
 from eagle3.export.lowering.cuda.kernels.int4.records.kernel import shares
 from eagle3.export.lowering.cuda.kernels.int4.records.layout import records, unpacked
 from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 TYPES = ["*bf16", "*u8", "*u8", "*i32", "*fp32", "*bf16", "i32"]
 LINEARS = {"gate_up": (43008, 5376), "down": (5376, 21504), "qkv": (16384, 5376), "o": (5376, 8192)}

@@ -11,7 +11,7 @@ from torch.export import Dim, export
 from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.kernels import int8_matmul, large_m, small_m, sums
-from eagle3.runner.hardware.gpus import gpus_of
+from eagle3.runner.system.gpus import gpus_of
 
 
 def product(x: Tensor, *weight: Tensor, arrived: Tensor | None = None, count: int | None = None) -> Tensor:

@@ -24,7 +24,7 @@ from eagle3.export.lowering.cuda.named_gpu import configurations
 from eagle3.export.lowering.cuda.named_gpu.configurations import only
 from eagle3.runner.artifact.cuda_library import kind_of
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, MODEL_FILE, SPECULATE, TARGET_VERIFY
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 M, N, K, STAGES, WARPS = 16, 64, 128, 4, 4
 

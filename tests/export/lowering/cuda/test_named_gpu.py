@@ -35,7 +35,7 @@ from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, Tile, nanosecond
 from eagle3.export.lowering.cuda.named_gpu.operators import operators
 from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, on_named_gpu, weights_on_host
-from eagle3.runner.hardware.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 

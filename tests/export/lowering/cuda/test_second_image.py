@@ -33,7 +33,7 @@ from eagle3.export.lowering.cuda.named_gpu import named_gpu, second_image
 from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages, own_config, plain_config, shared_by_both
 from eagle3.runner.artifact.cuda_library import fatbin_entries, read_library
 from eagle3.runner.contract import TARGET_VERIFY
-from eagle3.runner.hardware.gpus import BY_ARCH, GPUS, Gpu
+from eagle3.runner.system.gpus import BY_ARCH, GPUS, Gpu
 
 ROWS, WIDTH, SLOTS, OUTPUTS = 512, 2048, 4096, 5376
 

@@ -14,7 +14,7 @@ from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.split_k import CACHED, KERNEL_ROWS, SplitLinear, split_wide_linears
 from eagle3.export.lowering.xnnpack.weight_conversion import quantize
 from eagle3.export.speculator import tensor_files
-from eagle3.runner.hardware.cpu_features import first_level_cache
+from eagle3.runner.system.cpu_features import first_level_cache
 
 WIDTH, OUTPUTS = 2592, 48  # 81 groups of 32
 

@@ -1,0 +1,92 @@
+"""eagle3-bench --context makes prompts of the given lengths whose end repeats their beginning, and reports figures for
+each length."""
+
+import json
+
+import pytest
+from commands import fail_command, run_command
+
+from eagle3.runner.commands.bench import main
+from eagle3.runner.commands.bench_measure import make_workload, with_contexts
+from eagle3.runner.commands.bench_report import as_markdown, as_text
+from eagle3.runner.model import Model
+
+BOS = 2
+LINES = [[BOS, 10, 11, 12, 13, 14], [BOS, 20, 21, 22], [BOS, 30, 31, 32, 33]]
+ASKED = "--max-new-tokens", 16, "--chain-len", "1,3", "--repeats", 2
+
+
+def write(file, prompts, **keys):
+    file.write_text("".join(json.dumps({"prompt_tokens": tokens} | keys) + "\n" for tokens in prompts))
+    return file
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("prompts") / "ids.jsonl", LINES, category="ids")
+
+
+@pytest.fixture
+def model(session):
+    return Model(session.metadata, lambda: session)
+
+
+def test_a_prompt_begins_with_its_text_and_ends_with_half_of_it(prompts, model):
+    made = with_contexts(make_workload(prompts, {}, False), [12, 20], [model]).prompts
+    assert [(prompt.line, prompt.category, len(prompt.tokens)) for prompt in made] == [
+        (line, str(length), length) for length in (12, 20) for line in (1, 2, 3)
+    ]
+    assert made[0].tokens == [BOS, 10, 11, 12, 13, 14, 20, 21, 22, 10, 11, 12]
+    assert made[1].tokens == [BOS, 20, 21, 22, 30, 31, 32, 33, 10, 11, 20, 21]
+    assert made[5].tokens == [BOS, 30, 31, 32, 33, *[10, 11, 12, 13, 14, 20, 21, 22] * 2][:18] + [30, 31]
+
+
+@pytest.fixture(scope="module")
+def report(artifact, prompts):
+    return json.loads(run_command(main, artifact, "--prompts", prompts, "--context", "200,64", *ASKED, "--json").stdout)
+
+
+def test_each_context_has_its_figures(report):
+    assert report["contexts"] == [64, 200]
+    for figures in report["ways"]:
+        assert list(figures["categories"]) == ["64", "200"]
+        for length, found in figures["categories"].items():
+            assert found["stats"]["prompt_tokens"] == 2 * len(LINES) * int(length)
+            assert found["stats"]["generation_tokens"] == 2 * len(LINES) * 16
+            assert found["time_to_first_token_ms"]["median"] > 0
+        assert figures.get("divergence_from_no_speculation") is None
+    first = [figures["categories"]["64"]["time_to_first_token_ms"]["median"] for figures in report["ways"]]
+    later = [figures["categories"]["200"]["time_to_first_token_ms"]["median"] for figures in report["ways"]]
+    assert min(later) > min(first)
+
+
+def test_the_table_has_a_row_for_each_context_and_chain_length(report):
+    rows = [line.split() for line in as_text(report).splitlines()]
+    start = next(place for place, row in enumerate(rows) if row[:1] == ["context"])
+    assert [row[:2] for row in rows[start + 1 : start + 7]] == [
+        [length, chain] for length in ("64", "200") for chain in ("0", "1", "3")
+    ]
+    shown = report["ways"][2]["categories"]["200"]
+    assert f"{shown['time_to_first_token_ms']['median']:.1f}" in rows[start + 6]
+    assert f"{shown['decode_ratio_to_no_speculation']['median']:.2f}" in rows[start + 6]
+    assert "| context |" in as_markdown(report)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--context", "2k"], "a context of 2048 and 16 new tokens pass the artifact's 1024 slots"),
+        (["--context", "6"], "line 1 has 5 tokens, too many for a context of 6"),
+        (["--context", "4k,many"], "'many' is no number of tokens"),
+        (["--context", "64", "--chat"], "leave --chat and dialogues out"),
+    ],
+)
+def test_a_context_that_cannot_be_made_is_refused_in_one_line(artifact, prompts, given, said):
+    assert said in fail_command(main, artifact, "--prompts", prompts, *ASKED, *given)[1]
+
+
+def test_a_single_or_empty_prompt_cannot_fill_a_context(artifact, tmp_path):
+    one = write(tmp_path / "one.jsonl", LINES[:1])
+    assert "has one prompt" in fail_command(main, artifact, "--prompts", one, "--context", "64")[1]
+    empty = write(tmp_path / "empty.jsonl", [LINES[0], [BOS]])
+    assert "line 2 is empty" in fail_command(main, artifact, "--prompts", empty, "--context", "64")[1]
