@@ -77,7 +77,7 @@ class Answer:
                 self.texts[CONTENT].clear()
             return []
         text = self.text(TOOLS)
-        if not text:
+        if not text or dialogue.dialect is None:
             return []
         found, rest = read_calls(dialogue.dialect, text, tools.schemas)
         self.calls = [Call(new_id("call"), name, arguments) for name, arguments in found]

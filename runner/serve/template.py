@@ -76,8 +76,8 @@ def checked(messages: Sequence[ChatMessage], template: str) -> list[Message]:
         known = thought_fields(template)
         given |= {name: thought if name in known else None for name in THOUGHT}
         if thought and message.role == "assistant" and THOUGHT_PART.search(template):
-            text = given["content"] if isinstance(given["content"], list) else [_part(given["content"] or "")]
-            given["content"] = [{"type": "thinking", "thinking": thought}, *text]
+            parts = given["content"] if isinstance(given["content"], list) else [_part(given["content"] or "")]
+            given["content"] = [{"type": "thinking", "thinking": thought}, *parts]
         for name, text in (("content", text_of(given["content"])), ("reasoning_content", thought or "")):
             try:
                 check_unicode(text, f"messages.{number}.{name}")
