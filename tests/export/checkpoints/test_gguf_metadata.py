@@ -73,7 +73,6 @@ def test_gguf_metadata_that_agrees_with_the_config_is_accepted(target, fields, t
         ("llama3.1-8B", {"attention.scale": 0.5}, "attention.scale is 0.5, but {config} implies 0.25"),
         ("llama3.1-8B", {"logit_scale": 0.5}, "logit_scale is 0.5, but {config} implies 1"),
         ("llama3.1-8B", {"expert_count": 8}, "expert_count is 8, but {config} implies 0"),
-        ("llama3.1-8B", {"expert_used_count": 2}, "expert_used_count is 2, but {config} implies 0"),
         ("llama3.1-8B", {"attention.shared_kv_layers": 2}, "shared_kv_layers is 2, but {config} implies 0"),
         ("llama3.1-8B", {"attention.sliding_window": 32}, "sliding_window is 32, but {config} implies 0"),
         ("llama3.1-8B", {"attention.sliding_window_pattern": 2}, "pattern is True for layer 0, but"),

@@ -82,7 +82,8 @@ def test_the_helper_of_these_tests_stores_tensors_as_llama_cpps_converter(case, 
     file = GGUFFile(golden / "model.gguf")
     ours = GGUFFile(transformers_gguf(tmp_path / "ours.gguf", model, case, {}))
     for name in (tensor.name for tensor in ours._readers[0].tensors):
-        assert torch.equal(ours.by_own_name(name), file.by_own_name(name)), name
+        # the exponential of a decay may round differently on another processor
+        torch.testing.assert_close(ours.by_own_name(name), file.by_own_name(name), rtol=3e-7, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("case", CASES)
