@@ -108,12 +108,6 @@ def _prepared(config: ExportConfig, download: bool, progress: Progress) -> Itera
     downloaded."""
     config = settled(config)
     sources, twin = find_sources(config, download), None
-    if config.dry_run:  # its plan may be for another machine
-        with progress.warned_of(ValueError):
-            check_arch(config)
-        if not download:
-            with progress.warned_of(OSError):
-                sources.check_disk()
     if sources.missing and (download or config.reads_weights):
         sources.check_disk()
         if sources.headers_suffice:
@@ -153,6 +147,11 @@ def _checked(config: ExportConfig, sources: Sources, progress: Progress, twin: T
     if twin is None:
         for warning in (*plan.warnings, *sources.without_tokenizer(plan.checkpoint)):
             progress.say(f"Warning: {warning}")
+        if config.dry_run:  # its plan may be for another machine
+            with progress.warned_of(ValueError):
+                check_arch(config)
+            with progress.warned_of(OSError):
+                sources.check_disk()
         twin = preflight(plan, progress)
     return Prepared(plan, twin, sources)
 
