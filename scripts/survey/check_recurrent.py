@@ -118,7 +118,8 @@ def checked(family: str, dtype: str, eager: bool) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory() as made, torch.no_grad():
         model = random_model(family, DTYPES[dtype], Path(made, "target"))
         paths = {"checkpoint": Path(made, "target"), "draft": Path("none"), "output_dir": Path(made, "out")}
-        lengths = {"max_seq_len": CONTEXT, "max_prefill": 24, "verify_rows": 6}
+        longest = min(24, getattr(model.config, "sliding_window", None) or 24)
+        lengths = {"max_seq_len": CONTEXT, "max_prefill": longest, "verify_rows": 6}
         config = ExportConfig("auto", backend="xnnpack", **paths, **lengths)
         if eager:
             plan = prepare(config).plan
