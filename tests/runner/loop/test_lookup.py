@@ -274,7 +274,8 @@ def test_generations_with_lookup_and_shared_caches_give_the_tokens_of_single_gen
     metadata, (target, draft) = random_metadata(random), random_speculator(random)
     metadata = replace(metadata, verify_rows=random.choice([None, random.randint(metadata.chain_len + 1, 16)]))
     draft_window = metadata.draft_sliding_window and metadata.draft_sliding_window - metadata.proposals + 1
-    for most in filter(None, (metadata.sliding_window, draft_window)):  # the longest window that the ring caches allow
+    # the longest window that the ring caches allow, and whose rows a recurrent state can give up
+    for most in filter(None, (metadata.sliding_window, draft_window, metadata.rollback_rows)):
         metadata = replace(metadata, verify_rows=min(metadata.window, most))
     session, cached, said = ScriptedSession(metadata, target, draft), CachedTokens(), [[]]
     choice = Often(metadata.chain_len, metadata.window - 1, random)
