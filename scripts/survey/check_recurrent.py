@@ -40,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LENGTHS = (5, 60, 150)
 NEW, CONTEXT = 16, 512
 NEAR_TIE = 2e-4
-"""A choice that leads by less, in standard deviations of the logits, may flip: transformers' two rules differ by 1e-4."""
+"""A choice that leads by less may flip (standard deviations of the logits): transformers' own rules differ by 1e-4."""
 MAMBA_2 = ("bamba", "granitemoehybrid", "nemotron_h")
 """Model types that compute their layer types from other fields."""
 TURNS = ((40, 0), (30, 0), (25, 40), (30, 3))
