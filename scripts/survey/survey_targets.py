@@ -185,8 +185,8 @@ def listing(outcomes: Iterable[Outcome]) -> str:
     for each in outcomes:
         groups[reason(each)].append(each)
     for text, members in sorted(groups.items(), key=lambda item: (item[1][0].what != RIGHT, -len(item[1]), item[0])):
-        names = ", ".join(f"`{each.model_type}` ({each.name})" for each in members)
-        lines.append(f"- {text}: {names}" if members[0].what == RIGHT else f"- {names}: {text}")
+        names = ", ".join(dict.fromkeys(f"`{each.model_type}`" for each in members))
+        lines.append(f"- {text}: {names}")
     return "\n".join(lines)
 
 
@@ -200,12 +200,32 @@ def with_list(readme: str, made: str) -> str:
     return f"{before}{begin}\n{made}\n{end}{after}"
 
 
+SAME_REASON = (
+    (r"transformers' \w+ has no (model[\w.]*), .*", r"the class has no `\1`, which every target has"),
+    (r".* has no (\w+), which every supported decoder has.*", r"its configuration has no `\1`"),
+    (r".* keeps a state that is not one of (.*?): .*", r"its layers keep a state that is not one of \1"),
+    (r"layer_types has (\w+), but only .*", r"layers of `\1`"),
+    (r"\w+ has no text decoder and lm_head .*", "no text decoder and `lm_head` could be told from the rest"),
+    (
+        r"target has .*, which a model of its config.json .*",
+        "a tensor that a model of its `config.json` has no place for",
+    ),
+    (r"auto would not compute .*", "a small copy differs from transformers' model"),
+    (r"auto cannot compute .*: (its attention .*?), which .*", r"\1"),
+    (r"rope_parameters has no entry for (\w+): .*", r"`rope_parameters` has no entry for `\1`"),
+    (r"transformers cannot build or run a model from it .*", "transformers cannot run a model of its defaults"),
+)
+"""Patterns of refusals that name their class, and the reason that several classes share."""
+
+
 def reason(found: Outcome) -> str:
     """Return the outcome with its reason, without the parts that differ between classes."""
-    if found.what == RIGHT:
-        return "**works**"
-    line = re.sub(r"^target/config\.json( \([^)]*\))?: ", "", found.line)
-    return f"{found.what}: {line}"
+    if found.what != REFUSED:
+        return "**works**" if found.what == RIGHT else found.what
+    for pattern, shared in SAME_REASON:
+        if match := re.fullmatch(pattern, found.line):
+            return f"{found.what}: {match.expand(shared)}"
+    return f"{found.what}: {found.line}"
 
 
 def silence() -> None:
