@@ -114,13 +114,15 @@ def main(
         raise click.UsageError("give one of --markdown and --json")
     options = options_from(given)
     from eagle3.runner import load
-    from eagle3.runner.commands.bench_figures import measured
-    from eagle3.runner.commands.bench_report import as_markdown, as_text
 
     with ExitStack() as stack:
         models = {str(artifact): stack.enter_context(load(artifact, runtime, defer=True, cuda_graph=cuda_graph))}
         if compare:
             name = f"{compare} again" if compare == artifact else str(compare)
             models[name] = stack.enter_context(load(compare, runtime, defer=True, cuda_graph=cuda_graph))
+
+        from eagle3.runner.commands.bench_figures import measured  # imports torch: behind the check of the artifacts
+        from eagle3.runner.commands.bench_report import as_markdown, as_text
+
         report = measured(models, prompts, options, chat, lengths, repeats, ngram, lengths_of_context)
     click.echo(json.dumps(report) if as_json else as_markdown(report) if markdown else as_text(report))
