@@ -2,6 +2,7 @@
 and each fault put in by hand is found."""
 
 import pytest
+import torch
 from family_configs import family_config
 from recurrent_faults import SHARED, state_of_the_window_kept, updates_without_the_rows_before
 from recurrent_walk import nan_outside_of_the_states, saved_pair, uninitialized, walk, walk_windows
@@ -14,7 +15,8 @@ rules differ by 1e-4), and the least that a fault has to."""
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, tmp_path_factory):
-    """transformers' model, and the target with the same weights."""
+    """transformers' model, and the target with the same weights, whatever ran before: near-ties of routing flip."""
+    torch.manual_seed(0)
     return saved_pair(family_config(request.param), tmp_path_factory.mktemp(request.param))
 
 
