@@ -40,7 +40,8 @@ class Awq(Format):
         check_bits(where, config, (4,))
         self.group = check_group(where, config)
         self.symmetric = boolean(config, "zero_point", True, where) is False
-        version = str(agreed(where, config, "version", "format") or "gemm").lower()
+        names = {key: str(config[key]).lower() for key in ("version", "format") if config.get(key) is not None}
+        version = agreed(where, names, "version", "format") or "gemm"
         if version != "gemm" or config.get("backend") == "llm-awq":
             raise ValueError(f"{where} has the version {version}, but only gemm is read: {ANOTHER}")
 

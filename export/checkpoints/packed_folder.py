@@ -28,7 +28,7 @@ def auto_round(file: Path, config: dict[str, Any]) -> Format:
             f"{where} has packing_format {packed_as}, but only {AUTO_GPTQ} and {AUTO_AWQ} are read: {ANOTHER}"
         )
     backend = str(config.get("backend") or "")
-    if "awq" in backend.replace(":", " ") and packed_as != AUTO_AWQ:
+    if "awq" in backend and packed_as != AUTO_AWQ:
         raise ValueError(
             f"{where} has packing_format {packed_as} and backend {backend}, which are of different formats: take the "
             "wrong one out"

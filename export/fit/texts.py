@@ -139,6 +139,7 @@ def pieces(
     own, made, _ = read_by_transformers(folder)
     tokenizer = made or own
     tokenizer.no_truncation()
+    tokenizer.no_padding()
     if text is not None and text.suffix == ".jsonl":
         return [Piece(text.name, ids) for line in _prompts(text) if (ids := tokenizer.encode(line).ids)]
     sources = _sources(folder, text)

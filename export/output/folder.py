@@ -69,6 +69,7 @@ def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
         try:
             _tidy(place, partial)
             check_output(place, overwrite)  # tidying may have restored an earlier artifact
+            _wait_for_name(place)
             yield partial
             check_output(place, overwrite)
             _swap(partial, place)
@@ -275,8 +276,13 @@ def _claim(partial: Path, place: Path) -> int | None:
     deadline = time.monotonic() + PATIENCE
     while True:
         existed = partial.exists()
+        if partial.is_symlink() or (existed and not partial.is_dir()):
+            raise FileExistsError(f"{partial} is no folder of an export: remove it, or name another --output-dir")
         partial.mkdir(exist_ok=True)
-        lock = os.open(partial, os.O_RDONLY)
+        try:
+            lock = os.open(partial, os.O_RDONLY)
+        except FileNotFoundError:  # the export that had it before ended in between
+            continue
         try:
             locked = _locked(lock)
         except OSError as error:
@@ -322,12 +328,26 @@ def _tidy(place: Path, partial: Path) -> None:
         if not (place.is_dir() and any(place.iterdir())):
             os.rename(earlier, place)
         elif (place / EXPORT_RECORD).is_file():
-            shutil.rmtree(earlier)
+            shutil.rmtree(earlier, ignore_errors=True)  # the export that renamed it may be removing it now
+
+
+def _wait_for_name(place: Path) -> None:
+    """Raise FileExistsError if the name that the earlier folder takes in ``_swap`` stays taken, before an export
+    computes anything. The export that took it may be removing its folder now; a killed one may have left a part."""
+    earlier, deadline = _beside(place, "replaced"), time.monotonic() + PATIENCE
+    while os.path.lexists(earlier):
+        if time.monotonic() > deadline:
+            raise FileExistsError(
+                f"{earlier} exists, and {place} takes that name while it is replaced: remove it, or name another "
+                "--output-dir"
+            )
+        time.sleep(0.02)
 
 
 def _swap(new: Path, place: Path) -> None:
     """Rename ``new`` to ``place``. The earlier folder is removed afterwards, or restored if the rename fails."""
     earlier = _beside(place, "replaced")
+    is_free = not os.path.lexists(earlier)
     try:
         if place.exists():
             shutil.copymode(place, new)
@@ -335,6 +355,7 @@ def _swap(new: Path, place: Path) -> None:
                 os.rename(place, earlier)
         os.rename(new, place)
     finally:
-        if earlier.exists() and not place.exists():
+        if is_free and earlier.exists() and not place.exists():
             os.rename(earlier, place)
-        shutil.rmtree(earlier, ignore_errors=True)
+        if is_free and not new.exists():  # it is ``place`` now
+            shutil.rmtree(earlier, ignore_errors=True)

@@ -111,7 +111,10 @@ def _messages(body: ResponseBody) -> list[Message]:
             told = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(told)
         elif kind == "reasoning":  # of the next message of the assistant
-            thought += "".join(str(part.get("text", "")) for part in item.get("content") or [])
+            parts = item.get("content") or []
+            if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+                raise Refused(f"input.{number}.content must be a list of parts", "input")
+            thought += "".join(str(part.get("text", "")) for part in parts)
         else:
             raise Refused(
                 f"input.{number}.type is {shown(kind)}, but must be message, function_call, function_call_output or "

@@ -195,8 +195,10 @@ def serve(words: list[str]) -> None:
 @pytest.mark.parametrize("page", MEASURED)
 def test_the_commands_of_measured_figures_have_flags_that_exist(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("out-measured", "out-heads"):
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("out-measured", "out-heads", "out-wide", "out-cuda"):
         (tmp_path / name).mkdir()
+    (tmp_path / "four.jsonl").touch()
     for _, block in blocks((ROOT / page).read_text()):
         for line in command_lines(block):
             parse(shlex.split(line, comments=True))

@@ -3,6 +3,7 @@ do."""
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from packed_checkpoints import (
 from safetensors.torch import load_file, save_file
 
 from eagle3.export.checkpoints import open_source
+from eagle3.export.checkpoints.awq import Awq
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 
 
@@ -208,6 +210,13 @@ def test_unsupported_gptq_and_awq_schemes_are_refused_by_name(packed, tmp_path, 
         says,
         refusal(packed, tmp_path, stored["quant_method"].replace("auto-round", "gptq"), quantization_config=stored),
     )
+
+
+def test_the_two_names_of_awqs_version_agree_in_capitals_too():
+    config = awq_config(4, 64, False) | {"version": "GEMM"}
+    assert Awq(Path("config.json"), config | {"format": "gemm"}).group == 64
+    with pytest.raises(ValueError, match="version gemm and format gemv, but they mean the same"):
+        Awq(Path("config.json"), config | {"format": "gemv"})
 
 
 def test_linears_with_other_bits_by_gptqmodel_are_read_from_their_parts(packed, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from check_fit import HEADS, Fault, plan_of, played, randomized
 from click.testing import CliRunner
+from tokenizers import Tokenizer
 
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.common.field import HeadReading
@@ -23,6 +24,7 @@ from eagle3.export.fit.trials import Trial, Trials
 from eagle3.export.fit.verdict import clearly_better, of_given_text
 from eagle3.export.fit_command import main
 from eagle3.export.planning.plan import Plan, make_plan
+from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention, KVCacheShape
 
 
@@ -282,3 +284,13 @@ def test_the_expected_tokens_of_a_round_equal_those_of_the_runners_loop(measured
     assert low <= length <= high
     if recipe == "none":
         assert length == pytest.approx(expected.length, abs=0.15)  # the rounds that the text's end cuts are missing
+
+
+def test_a_text_is_not_padded_as_its_tokenizer_says(tmp_path):
+    tokenizer = Tokenizer.from_file(str(TARGETS["gemma4-tiny"].checkpoint / "tokenizer.json"))
+    (tmp_path / "text.jsonl").write_text('{"prompt": "a b"}\n')
+    expected = tokenizer.encode("a b").ids
+    tokenizer.enable_padding(length=50)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (piece,) = texts.pieces(tmp_path, 2048, 64, 1, text=tmp_path / "text.jsonl")
+    assert piece.ids == expected

@@ -371,6 +371,55 @@ def test_an_artifact_set_aside_is_removed_only_if_a_new_one_exists(there, tmp_pa
     assert names(out) == (["notes.txt"] if there == "something else" else ["export.json", MODEL_FILE])
 
 
+def test_a_folder_with_the_name_of_the_replaced_one_is_refused_at_once_and_kept(tmp_path, monkeypatch):
+    """As a killed export leaves it that was removing the earlier artifact, its record first."""
+    monkeypatch.setattr(output_folder, "PATIENCE", 0.05)
+    make(tmp_path / "out", "old")
+    aside = tmp_path / ".out.replaced"
+    aside.mkdir()
+    (aside / "mine").write_text("mine")
+    with (
+        pytest.raises(FileExistsError, match=f"{aside} exists, and .*: remove it"),
+        whole_folder(tmp_path / "out", overwrite=True),
+    ):
+        raise AssertionError("the export began")
+    assert names(aside) == ["mine"] and (tmp_path / "out" / MODEL_FILE).read_text() == "old"
+
+
+def test_a_folder_with_the_name_of_the_replaced_one_that_appears_later_is_kept(tmp_path):
+    make(tmp_path / "out", "old")
+    with pytest.raises(OSError), whole_folder(tmp_path / "out", overwrite=True):
+        (tmp_path / ".out.replaced").mkdir()
+        (tmp_path / ".out.replaced" / "mine").write_text("mine")
+    assert names(tmp_path / ".out.replaced") == ["mine"]
+    assert (tmp_path / "out" / MODEL_FILE).read_text() == "old"
+
+
+def test_an_artifact_is_not_lost_if_a_folder_appears_between_the_renames(tmp_path, monkeypatch):
+    make(tmp_path / "out", "old")
+
+    def rename(source, target):
+        os.replace(source, target)
+        if Path(target).name == ".out.replaced":
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "mine").write_text("mine")
+
+    monkeypatch.setattr(output_folder.os, "rename", rename)
+    with pytest.raises(OSError):
+        make(tmp_path / "out", "new", overwrite=True)
+    assert names(tmp_path) == [".out.replaced", "out"] and names(tmp_path / "out") == ["mine"]
+    assert (tmp_path / ".out.replaced" / MODEL_FILE).read_text() == "old"
+
+
+def test_nothing_is_removed_behind_a_link_with_the_name_of_the_partial_folder(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    (tmp_path / ".out.partial").symlink_to(tmp_path / "mine")
+    with pytest.raises(FileExistsError, match="is no folder of an export"):
+        make(tmp_path / "out", "new")
+    assert names(tmp_path / "mine") == ["notes.txt"]
+
+
 @pytest.mark.parametrize("how", ["no fcntl", "no locks"])
 def test_without_file_locks_nothing_is_removed(how, tmp_path, monkeypatch):
     def unsupported(*args):

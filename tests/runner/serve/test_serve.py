@@ -415,6 +415,7 @@ def test_a_body_that_is_no_json_is_refused(server, body):
         ("completions", {"prompt": "x", "echo": True, "logprobs": 21}, "from 0 to 20"),
         ("completions", {"prompt": "word " * 2000}, "context length is 1024"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type is 'item_reference'"),
+        ("responses", {"input": [{"type": "reasoning", "content": "x"}]}, "input.0.content must be a list of parts"),
         ("responses", {"input": "x", "previous_response_id": "y"}, "keeps no responses"),
         ("responses", {"input": [{"role": 3, "content": "x"}]}, "input: role"),
         ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools.0 must be a function"),

@@ -18,7 +18,6 @@ DEFAULT_RANK = 256
 TYPES = ("vanilla", "gated", "rnn")
 """Values of ``markov_head_type``: the bias itself (the default), the bias with a gate from it and the state, a bias
 from a recurrent state."""
-W1 = "markov_head.markov_w1.weight"
 
 
 class MarkovHead(Behind):
