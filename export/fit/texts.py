@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from eagle3.export.output.contents import SETTINGS
 from eagle3.export.output.tokenizer import read_by_transformers
 
 PROSE = """The harbour wakes before the town does. At five the first boats come in with their lamps still lit, and the
@@ -184,7 +185,7 @@ def _sources(folder: Path, text: Path | None) -> list[tuple[str, str]]:
 def _dialogue(folder: Path) -> str:
     """Return the dialogue in the target's chat template, or in a plain form if the target has none."""
     turns: list[dict[str, Any]] = [{"role": role, "content": said} for role, said in DIALOGUE]
-    template, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    template, settings = folder / "chat_template.jinja", folder / SETTINGS
     plain = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
     if not template.is_file() and not (settings.is_file() and "chat_template" in settings.read_text()):
         return plain

@@ -16,10 +16,10 @@ from eagle3.runner.system.versions import version_of
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager
 
-TOKENIZER, CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
+TOKENIZER, SETTINGS, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 TOKENIZER_FILES = (
     TOKENIZER,
-    "tokenizer_config.json",
+    SETTINGS,
     "special_tokens_map.json",
     CHAT_TEMPLATE,
     "generation_config.json",

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3.export.output.contents import TOKENIZER
+from eagle3.export.output.contents import SETTINGS, TOKENIZER
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SETTINGS = "tokenizer_config.json"
 OF_CALLS = ("truncation", "padding")
 """The parts of ``tokenizer.json`` that transformers and ``Text`` leave out unless a call asks for them."""
 TEXTS = (
@@ -67,7 +66,8 @@ def write_tokenizer(checkpoint: Path, folder: Path) -> Iterator[str]:
     (folder / TOKENIZER).write_text(made.to_str(), encoding="utf-8")
     before, after = ([each.encode(text).ids for text in TEXTS] for each in (own, made))
     if before != after:
-        parts = ", ".join(part for part, value in _parts(made).items() if _parts(own).get(part) != value)
+        own_parts = _parts(own)  # tens of megabytes of JSON
+        parts = ", ".join(part for part, value in _parts(made).items() if own_parts.get(part) != value)
         yield (
             f"tokenizer: by {SETTINGS} transformers makes other ids than {TOKENIZER} alone gives ({parts}); the "
             "artifact has the tokenizer of transformers"

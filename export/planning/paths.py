@@ -81,6 +81,7 @@ def written_context(checkpoint: Path) -> float:
 
 
 def _is_gguf(path: Path) -> bool:
+    """Return what ``GGUFFile.recognizes`` returns; its module imports torch."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 

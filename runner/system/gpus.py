@@ -16,9 +16,6 @@ REGISTERS = 65536
 """32-bit registers of a multiprocessor, the same on every GPU of the table."""
 THREADS = 1024
 """The most threads of a block, the same on every GPU of the table."""
-MMA_SYNC_SHARE = 0.63
-"""The share of Hopper's tensor cores that ``mma.sync`` reaches (Luo et al., "Benchmarking and Dissecting the Nvidia
-Hopper GPU Architecture via Microbenchmarking", 2024)."""
 RESERVED_SHARED = 1024
 """Bytes of shared memory that the driver reserves for each block."""
 
@@ -43,15 +40,6 @@ class Gpu:
     def arch(self) -> int:
         """The compute capability as a number: 90 for sm_90."""
         return self.capability[0] * 10 + self.capability[1]
-
-    @property
-    def alu_slots(self) -> int:
-        """The issue slots that an instruction of ``sass.ALU`` takes: its pipe is half as wide as a warp up to sm_90."""
-        return 2 if self.arch <= 90 else 1
-
-    def tensor_rate(self, warp_group: bool) -> float:
-        """Return the multiply-adds of a multiprocessor in a cycle by ``wgmma`` (``warp_group``) or ``mma.sync``."""
-        return self.multiply_adds * (MMA_SYNC_SHARE if self.arch == 90 and not warp_group else 1)
 
     def resident(self, registers: int, shared: int, threads: int) -> int:
         """Return how many blocks one multiprocessor runs at a time.

@@ -169,8 +169,8 @@ class TextStream:
         self._ids.append(token)
         rest = self.text.decode(self._ids, self._skip)[self._certain :]
         certain = "" if is_byte else rest.rstrip(REPLACEMENT)
-        passed = 0 if self._reasoning is None else self._reasoning.passed(self._held + certain)
         held = self._held + certain
+        passed = 0 if self._reasoning is None else self._reasoning.passed(held)
         out, self._held = held[:passed], held[passed:]
         text = self._held + rest[len(certain) :]
         found = self._stop.first(text) if self._searches else None

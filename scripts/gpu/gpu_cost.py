@@ -49,6 +49,9 @@ from eagle3.runner.system.tables import show_tables, table
 
 LAUNCH_SECONDS = 2e-6
 """Time from the end of a kernel to the work of the next, without a CUDA graph; commonly measured as 2 to 4 us."""
+MMA_SYNC_SHARE = 0.63
+"""The share of Hopper's tensor cores that ``mma.sync`` reaches (Luo et al., "Benchmarking and Dissecting the Nvidia
+Hopper GPU Architecture via Microbenchmarking", 2024)."""
 LATENCY_SECONDS = 0.5e-6
 """The least latency of a load from memory. On a busy H200 the first one took 1 us."""
 WARP, SCHEDULERS = 32, 4
@@ -285,6 +288,17 @@ def main_loop(code: Code, products: Products, warps: int) -> tuple[Loop | None, 
     return loop, int(loop.multiply_adds // needed)
 
 
+def _alu_slots(gpu: Gpu) -> int:
+    """Return the issue slots that an instruction of ``sass.ALU`` takes: its pipe is half as wide as a warp up to
+    sm_90."""
+    return 2 if gpu.arch <= 90 else 1
+
+
+def _tensor_rate(gpu: Gpu, warp_group: bool) -> float:
+    """Return the multiply-adds of a multiprocessor in a cycle by ``wgmma`` (``warp_group``) or ``mma.sync``."""
+    return gpu.multiply_adds * (MMA_SYNC_SHARE if gpu.arch == 90 and not warp_group else 1)
+
+
 def _seconds(
     entry: Mapping[str, Any],
     cache_bytes: int,
@@ -304,8 +318,8 @@ def _seconds(
     blocks, cycles = min(blocks, gpu.multiprocessors * on_one), gpu.multiprocessors * gpu.clock
     return {
         "memory": size / gpu.bandwidth,
-        "issue": max(issued.all, gpu.alu_slots * issued.alu) / (SCHEDULERS * cycles),
-        "tensor": issued.multiply_adds / (gpu.tensor_rate(issued.warp_group) * cycles),
+        "issue": max(issued.all, _alu_slots(gpu) * issued.alu) / (SCHEDULERS * cycles),
+        "tensor": issued.multiply_adds / (_tensor_rate(gpu, issued.warp_group) * cycles),
         "latency": adding + (LATENCY_SECONDS * size / (blocks * in_flight) if in_flight else 0.0),
     }
 

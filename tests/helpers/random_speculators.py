@@ -80,6 +80,13 @@ def random_request(random, metadata, said):
     return (kept + more)[: metadata.max_seq_len - 1], options
 
 
+def disturb(session, random):
+    """Give a scripted session random methods, and a random failure after a random number of calls."""
+    session.has_decode, session.has_speculate = random.random() < 0.5, random.random() < 0.5
+    session.failure = random.choice([None, None, Failure(), KeyboardInterrupt()])
+    session.calls_left, session.rows_written = random.randint(0, 15), random.randint(0, 8)
+
+
 def generate_some(session, prompt, rounds, **options):
     """Return the tokens until the text ends, ``rounds`` rounds are done or a method fails, and True if the text
     ended."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from random_speculators import (
     PROMPT,
     Failure,
+    disturb,
     generate_some,
     greedy,
     random_metadata,
@@ -44,9 +45,7 @@ def test_generations_that_share_caches_give_the_tokens_of_single_generations(ran
     for _ in range(random.randint(2, 6)):
         prompt, options = random_request(random, metadata, said)
         rounds = random.choice([None, None, random.randint(0, 5)])
-        session.has_decode, session.has_speculate = random.random() < 0.5, random.random() < 0.5
-        session.failure = random.choice([None, None, Failure(), KeyboardInterrupt()])
-        session.calls_left, session.rows_written = random.randint(0, 15), random.randint(0, 8)
+        disturb(session, random)
         note(f"{vars(cached)}, {prompt}, {options}, left after {rounds}, {session.failure!r} at {session.calls_left}")
         tokens, ended = generate_some(session, prompt, rounds, cached=cached, **options)
         limits = options["max_new_tokens"], options["stop_ids"], metadata.max_seq_len

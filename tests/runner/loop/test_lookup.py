@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from loop_cases import PROMPT, greedy, wrong
-from random_speculators import FEW, Failure, InTurn, generate_some, random_metadata, random_request, random_speculator
+from random_speculators import (
+    FEW,
+    InTurn,
+    disturb,
+    generate_some,
+    random_metadata,
+    random_request,
+    random_speculator,
+)
 from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
 from scripted_logits import LogitsSession, random_logits
 from told_chain import Told
@@ -283,9 +291,7 @@ def test_generations_with_lookup_and_shared_caches_give_the_tokens_of_single_gen
     for _ in range(random.randint(2, 6)):
         prompt, options = random_request(random, metadata, said)
         rounds = random.choice([None, None, random.randint(0, 5)])
-        session.has_decode, session.has_speculate = random.random() < 0.5, random.random() < 0.5
-        session.failure = random.choice([None, None, Failure(), KeyboardInterrupt()])
-        session.calls_left, session.rows_written = random.randint(0, 15), random.randint(0, 8)
+        disturb(session, random)
         if random.random() < 0.3:
             options["chain"] = AdaptiveChain(metadata.chain_len)
         lookup = random.choice([choice, choice, LookupChoice(metadata.chain_len, metadata.window - 1), None])

@@ -30,7 +30,7 @@ CENTROIDS, CHOSEN = 20, 6
 KV_SHARING = "transformers.models.gemma4.configuration_gemma4.Gemma4TextConfig.kv_sharing_modes"
 
 
-def compare(draft: AssistantDescription, _taps: int = 0, _overridden: bool | None = None, seed: int = 0) -> Comparison:
+def compare(draft: AssistantDescription, seed: int = 0) -> Comparison:
     with torch.no_grad(), twin_folder() as folder, states_are_shared(type(draft.layer)):
         reference = small_reference(draft, seed)
         left_out = {LM_HEAD} if draft.config.tie_word_embeddings else set()
