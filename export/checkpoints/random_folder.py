@@ -11,8 +11,9 @@ from eagle3.export.checkpoints.safetensors_folder import INDEX_FILE, SINGLE_FILE
 
 LAYER = re.compile(r"^((?:.+?\.)?(?:layers|h|blocks)\.)(\d+)(\..+)$")
 """The pattern of the name of a layer's tensor: the part before the layer's index, the index, and the rest."""
-READ = ("d2t", "t2d", "weight_shape", "g_idx")
-"""The last parts of the names of small tensors that describe other tensors; they are copied instead of made random."""
+READ = ("d2t", "t2d", "weight_shape", "g_idx", "qzeros")
+"""The last parts of the names of small tensors that describe other tensors; they are copied instead of made random.
+GPTQ's ``qzeros`` must agree with ``sym`` in config.json."""
 
 PACKED = {"embed_tokens_per_layer.weight": 1, "per_layer_model_projection.weight": 0}
 """Tensors of Gemma 4 E2B and E4B that hold a part for each layer: the end of the name, and the dimension along which

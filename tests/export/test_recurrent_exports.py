@@ -27,7 +27,8 @@ def exported(request, tmp_path_factory):
     model.save_pretrained(folder / "target")
     save_random_draft(folder / "draft", model.config, taps(model.config))
     paths = {"checkpoint": folder / "target", "draft": folder / "draft", "output_dir": folder / "out"}
-    lengths = {"chain_len": 2, "max_seq_len": 256, "max_prefill": 100}
+    longest = getattr(model.config, "sliding_window", None) or 100
+    lengths = {"chain_len": 2, "max_seq_len": 256, "max_prefill": min(longest, 100)}
     export(ExportConfig("auto", **paths, **lengths, backend="xnnpack", speculate=True, qlinear=qlinear))
     session, other = (open_session(open_artifact(folder / "out")) for _ in range(2))
 

@@ -22,13 +22,13 @@ from triton.runtime import interpreter
 from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.graph.attention import CudaAttention
-from eagle3.export.lowering.cuda.graph.dispatch import shared_counters
 from eagle3.export.lowering.cuda.graph.rotations import rotate_in_attention
 from eagle3.export.lowering.cuda.kernels import attention as kernels
 from eagle3.export.lowering.cuda.kernels import attention_chunk, attention_sums
 from eagle3.export.lowering.cuda.kernels import heads as helpers
 from eagle3.export.lowering.cuda.kernels.attention_of_product import attention_of_product
 from eagle3.export.lowering.cuda.kernels.bf16 import bf16_small_m
+from eagle3.export.lowering.cuda.kernels.product import shared_counters
 from eagle3.export.lowering.cuda.kernels.sums import counters
 from eagle3.targets.attention import KVCacheShape, int8_codes
 
