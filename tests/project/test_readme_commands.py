@@ -20,16 +20,11 @@ from pathlib import Path
 import httpx
 import pytest
 from commands import run_command
+from flag_tables import COMMANDS
 from places import ROOT
 from terminal import PROMPT, Terminal
 
-from eagle3.export.cli import main as export_main
-from eagle3.export.fit_command import main as fit_main
 from eagle3.runner import load
-from eagle3.runner.commands.bench import main as bench_main
-from eagle3.runner.commands.inspect import main as inspect_main
-from eagle3.runner.commands.run import main as run_main
-from eagle3.runner.serve.cli import main as serve_main
 
 ROOMS = ("", "export/", "export/draft/", "export/fit/", "export/lowering/cuda/", "export/lowering/edge/")
 ROOMS += ("export/lowering/xnnpack/", "runner/", "runner/serve/", "scripts/", "targets/", "targets/gemma4_tiny/")
@@ -65,14 +60,6 @@ NOT_RUN = {
 }
 """Maps the beginning of a command, or a line of a Python block, to the reason why it is not run."""
 
-COMMANDS = {
-    "eagle3-export": export_main,
-    "eagle3-fit": fit_main,
-    "eagle3-run": run_main,
-    "eagle3-bench": bench_main,
-    "eagle3-inspect": inspect_main,
-    "eagle3-serve": serve_main,
-}
 SHORTER = {
     "eagle3-run": ("--max-new-tokens", "16"),
     "eagle3-bench": ("--repeats", "1", "--max-new-tokens", "4"),
@@ -155,7 +142,7 @@ def run_line(line: str, artifact: Path) -> None:
         for each in quickstart_lines():
             run_line(each, artifact)
     elif words[0] == "eagle3-export" and "--list-targets" not in words:
-        run_command(export_main, *words[1:], "--dry-run")  # refuses an existing folder
+        run_command(COMMANDS[words[0]], *words[1:], "--dry-run")  # refuses an existing folder
         made = Path(words[words.index("--output-dir") + 1])
         shutil.rmtree(made, ignore_errors=True)
         shutil.copytree(artifact, made)
