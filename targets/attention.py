@@ -79,8 +79,8 @@ class Block:
 
 
 AttentionFactory = Callable[[KVCacheShape], nn.Module]
-"""Returns a module with the methods of ``EagerAttention``: ``rows``, called once per forward, ``forward``, called once
-per layer, and ``write``."""
+"""Returns a module with the methods of ``EagerAttention``: ``write``, ``rows``, which is called once per forward, and
+``forward``, which is called once per layer."""
 
 
 def with_int8_caches(attention: AttentionFactory) -> AttentionFactory:

@@ -46,8 +46,8 @@ def check_target(
     tensors that are read, by name. A bias of zeros that the model has no place for is ignored: AutoGPTQ writes one for
     each linear that it packs.
 
-    ``config`` is transformers' text configuration, ``described`` the folder of ``config.json``. Raises ValueError for
-    the first tensor that does not fit.
+    ``config`` is transformers' text configuration, and ``described`` is the folder of ``config.json``. Raises
+    ValueError for the first tensor that does not fit.
     """
     checkpoint, given = source.path, dict[str, TensorHeader]()
     names = {name: skeleton.key_map(name) for name in headers if is_read(name)}

@@ -157,7 +157,8 @@ class Metadata:
     """
     forward_len: int | None = _key("get_max_context_len", default=None)
     """The longest chunk of ``forward``, None without that method. With it, the constant methods have the meaning that
-    ExecuTorch's runner expects: ``get_max_seq_len`` is this length, ``get_max_context_len`` the number of slots."""
+    ExecuTorch's runner expects: ``get_max_seq_len`` is this length, and ``get_max_context_len`` is the number of
+    slots."""
 
     @property
     def window(self) -> int:

@@ -166,8 +166,8 @@ def place_storages(
 ) -> dict[str, Tensor]:
     """Copy each storage to the device, or to the host if its weight belongs there. Return uint8 [size] by storage key.
 
-    ``needed`` has a weight of each storage, ``index`` the storage's place in the file. The file is memory-mapped, so
-    its pages are read while they are copied, and the system may drop them.
+    ``needed`` has a weight of each storage, and ``index`` has the storage's place in the file. The file is
+    memory-mapped, so its pages are read while they are copied, and the system may drop them.
     """
     with stored.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -102,8 +102,8 @@ class Files:
 
 
 class Reader:
-    """A head that is being read. ``named`` is the variant that its file names, ``variant`` the one that its keys make
-    it, ``said`` its keys."""
+    """A head that is being read. ``named`` is the variant that its file names. ``variant`` is the variant that its keys
+    describe, and ``said`` holds these keys."""
 
     def __init__(
         self,

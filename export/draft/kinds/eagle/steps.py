@@ -53,8 +53,8 @@ class Files:
 
 
 class Reader:
-    """A head that is being read. ``variants`` are all keys of the configuration, ``own`` the headers by ``Head``'s
-    names."""
+    """A head that is being read. ``variants`` are all keys of the configuration, and ``own`` has the tensors' headers
+    under the names that ``Head`` gives them."""
 
     def __init__(
         self,

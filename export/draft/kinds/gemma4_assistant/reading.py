@@ -24,8 +24,8 @@ _UNREAD = r".*rotary_emb\..*inv_freq"
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantDescription(DraftDescription):
-    """The description of a Gemma 4 assistant. ``layer`` is transformers' text configuration of its layers, ``config``
-    the whole configuration."""
+    """The description of a Gemma 4 assistant. ``layer`` is transformers' text configuration of its layers, and
+    ``config`` is the whole configuration."""
 
     config: "PreTrainedConfig"
     takes_final_state: bool = True

@@ -61,8 +61,8 @@ class Division(NamedTuple):
 
 _MADE_FOR = [(132, True, True)]  # an H100 or an H200, until ``made_for`` adds another GPU
 MOST_PARTS, STARTING, TOGETHER = 8, 2, 2
-"""``MOST_PARTS`` is the most programs of a tile, ``STARTING`` the number of blocks of K that cost as much as a wave of
-programs, and ``TOGETHER`` the number of programs that run on a multiprocessor at a time. On an H200 an INT4 matmul
+"""``MOST_PARTS`` is the largest number of programs of a tile. ``STARTING`` blocks of K cost as much as a wave of
+programs. ``TOGETHER`` programs run on a multiprocessor at a time. On an H200 an INT4 matmul
 takes 1.5 us for each block of a wave and 5.8 us in addition. About 3 us of these belong to each wave (its first loads,
 its sums over groups, its skew); the rest occurs once a launch, however K is divided."""
 GAIN = 1.03
@@ -176,7 +176,7 @@ def launch(
     counted = programs * tiles // (2 if activation else 1)  # the two halves of a gate share a counter
     if shared and not statically_known_true(counted * ((m + sizes[-1] - 1) // sizes[-1]) <= COUNTERS):
         most = COUNTERS // counted * sizes[-1]
-        raise ValueError(f"{m} rows of {n} outputs: the kernel takes {most} rows of them, or split them")
+        raise ValueError(f"{m} rows of {n} outputs are too many for the kernel: give it at most {most} rows at a time")
     parts = torch.empty(division.parts, m, n, dtype=torch.float32, device=x.device) if shared else arrived
     for rows, row_count in row_tiles(m, sizes):
         run((row_count, *division.programs(tiles)), rows, out, parts)
