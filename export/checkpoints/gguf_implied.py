@@ -29,8 +29,8 @@ _QWEN35_SECTIONS = 11, 11, 10
 class Implied(NamedTuple):
     """The value that a configuration implies for one key of the metadata. ``key`` is that key without the
     architecture's name, and ``field`` is the field of ``config.json``. ``value`` is what the configuration implies: one
-    value, or a list with one for each layer; None means that the key is not compared. ``absent`` is the value that llama.cpp
-    uses if the file lacks the key; None means that it uses ``value``."""
+    value, or a list with one for each layer; None means that the key is not compared. ``absent`` is the value that
+    llama.cpp uses if the file lacks the key; None means that it uses ``value``."""
 
     key: str
     field: str

@@ -27,7 +27,7 @@ _SIZES = (
 _OF_A_CLASS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
 """Sizes whose default values differ between transformers' classes."""
 _SCALES = ("scale_emb", "scale_depth", "embedding_multiplier", "residual_multiplier", "attention_multiplier")
-"""Keys of factors that no supported layer has: they belong to other families of models."""
+"""Keys of factors that Llama's layer does not have."""
 _READ: tuple[str, ...] = (
     *_SIZES,
     "hidden_act",
