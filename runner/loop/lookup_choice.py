@@ -31,7 +31,7 @@ TRIAL = 32
 head."""
 
 MEASURED_BACKENDS = ("xnnpack",)
-"""Backends on which the lookup was measured (scripts/README.md)."""
+"""Backends on which the lookup was measured (scripts/measured.md)."""
 
 LOOKUP, HEAD = True, False
 Kind = tuple[bool, int]

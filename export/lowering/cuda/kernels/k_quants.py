@@ -14,7 +14,7 @@ s and m are each a code of 8 bits times a step, an fp16 per 256 weights. 128 + q
 ``int4``. The first of the two sums is the same for all outputs, so it is the initial value of the matmul that computes
 the second. The main loop takes 2.4 to 2.7 (Q4_K), 3.4 to 3.7 (Q5_K) and 3.4 to 3.6 (Q6_K) instructions a weight for up
 to 8 rows and 2.9 to 3.5, 4.0 to 4.5 and 4.2 to 4.4 for up to 16, counted in the machine code for sm_80 to sm_120 (timed
-on an H200: README.md of lowering/cuda).
+on an H200: measured.md of lowering/cuda).
 
 Layout, per chunk of 32 weights, k = 16 c + 4 w + 2 l + h (c, l, h of 0 and 1, w of 0 to 3), b = l + 2 h: the low 4 bits
 of a code are bits 4 c + 8 b of word w of 4 words. Its high bits are in word w of 4 words that 4 neighbouring outputs

@@ -17,7 +17,7 @@ Arithmetic, for a row x and a group g of K (``q``: codes; ``s``, ``z``: the grou
 The sums over k run on tensor cores, bf16 to float32, all else is float32: weights are never rounded. 128 + q comes from
 the bits of q without a conversion, 0x4300 | q is bf16(128 + q) (Kim et al., "Who Says Elephants Can't Run", 2022,
 do so in fp16). The main loop takes 2.5 to 2.6 instructions a weight for up to 8 rows and 3.8 to 4.0 for up to 16,
-counted in the machine code for sm_80 to sm_120 (timed on an H200: README.md of lowering/cuda).
+counted in the machine code for sm_80 to sm_120 (timed on an H200: measured.md of lowering/cuda).
 
 A program takes a tile of 128 outputs, or half of one for up to 16 rows, and a run of blocks of 256 of K, 8 groups of
 32, one to a warp: the groups are the batch dimension of a 3D ``tl.dot``. Scales and zero points are fetched a block
