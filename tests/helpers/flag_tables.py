@@ -49,8 +49,10 @@ def documents() -> Iterator[Path]:
 def row(command: str, flag: str) -> str:
     """Return the row of a flag: its names and values, then its help. Raises KeyError if the command lacks it."""
     options = {name: each for each in COMMANDS[command].params for name in each.opts}
-    cells = options[flag].get_help_record(click.Context(COMMANDS[command]))
-    names, text = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+    names, text = options[flag].get_help_record(click.Context(COMMANDS[command]))
+    names = re.sub(r" INTEGER( RANGE)?$", " N", names)
+    text = re.sub(r"(?<=<=)x|x(?=[<>]=)", "N", " ".join(text.split()))
+    names, text = (cell.replace("|", "\\|") for cell in (names, text))
     return f"| `{names}` | {text} |\n"
 
 
