@@ -176,7 +176,7 @@ def launch(
     counted = programs * tiles // (2 if activation else 1)  # the two halves of a gate share a counter
     if shared and not statically_known_true(counted * ((m + sizes[-1] - 1) // sizes[-1]) <= COUNTERS):
         most = COUNTERS // counted * sizes[-1]
-        raise ValueError(f"{m} rows of {n} outputs are too many for the kernel: give it at most {most} rows at a time")
+        raise ValueError(f"{m} rows of {n} outputs: the kernel takes {most} rows at most, so split them")
     parts = torch.empty(division.parts, m, n, dtype=torch.float32, device=x.device) if shared else arrived
     for rows, row_count in row_tiles(m, sizes):
         run((row_count, *division.programs(tiles)), rows, out, parts)
