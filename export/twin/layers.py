@@ -32,9 +32,9 @@ same."""
 
 
 def fewest_layers(fields: dict[str, Any], build: Callable[[dict[str, Any]], PreTrainedConfig]) -> PreTrainedConfig:
-    """Build the configuration of the shortest prefix of at least two layers that has every kind of layer. A prefix is
-    taken because some classes decide by a layer's index. Its last layer is of the kind of the model's last layer, if
-    any prefix that is tried has one.
+    """Build the configuration of the model's first layers: the fewest, but at least two, that include every kind of
+    layer. They are the first ones because some classes decide by a layer's index. The last of them has the kind of the
+    model's last layer, if that is possible.
     """
     count = fields.get("num_hidden_layers") or 0
     if count <= 2:

@@ -42,8 +42,8 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def cut_lengths(fields: dict[str, Any], unnamed: tuple[Path, ...] = ()) -> None:
-    """Cut every length by one ratio, in place. The longest length that a prompt passes becomes about ``LONGEST``. A
-    prompt passes every length below max_position_embeddings. Different lengths stay different and in the same order. A
+    """Cut every length by one ratio, in place. The longest length below max_position_embeddings, which a prompt can
+    exceed, becomes about ``LONGEST``. Different lengths stay different and in the same order. A
     yarn table stays longer than 2 pi beta_fast tokens, since a shorter one would not depend on beta_fast.
     """
     positions = fields.get(MAX_POSITIONS) or math.inf
