@@ -27,8 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from eagle3.export.lowering.cuda.kernels.recurrent_block import products_of_channels
-from eagle3.export.lowering.cuda.kernels.recurrent_reference import ring_after, run_rows, state_before
+from eagle3.export.lowering.cuda.kernels.recurrent_block import products_of_channels, ring_after, run_rows, state_before
 from eagle3.targets.spec import ROLLBACK_ROWS
 
 SLOTS = 2 * ROLLBACK_ROWS
