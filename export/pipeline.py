@@ -23,8 +23,13 @@ from eagle3.export.planning.methods import MethodPlan
 from eagle3.export.planning.plan import Plan
 from eagle3.export.report import draft_text, quantized_text
 from eagle3.export.speculator.merged_linears import merge_linears
-from eagle3.export.speculator.own_storages import check_storages, own_storages
-from eagle3.export.speculator.speculator import Eagle3Speculator, SpeculatorMethod, trace_inputs
+from eagle3.export.speculator.speculator import (
+    Eagle3Speculator,
+    SpeculatorMethod,
+    check_storages,
+    own_storages,
+    trace_inputs,
+)
 from eagle3.export.speculator.tensor_files import in_files, return_freed_memory
 from eagle3.runner.contract import FORWARD, LACKING, PREFILL, Metadata, format_version
 from eagle3.targets.attention import AttentionFactory, with_int8_caches

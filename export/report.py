@@ -10,7 +10,7 @@ from eagle3.export.lowering.backend import load_backend
 from eagle3.export.planning.memory import GpuMemory, longest_context
 from eagle3.export.planning.plan import Plan
 from eagle3.runner.system.gpus import GPUS, Gpu, gpus_of
-from eagle3.runner.system.memory import size_text
+from eagle3.runner.system.machine import size_text
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

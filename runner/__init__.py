@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.runner.system.cpu_features import check_cpu_features
-from eagle3.runner.system.threads import leave_threads_to_xnnpack
+from eagle3.runner.system.machine import leave_threads_to_xnnpack
 
 if TYPE_CHECKING:
     from eagle3.runner.conversation import Conversation

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from eagle3.targets.softcap import softcapped
+from eagle3.targets.sinks import softcapped
 from eagle3.targets.spec import Window
 
 SCALE_BYTES = 4

@@ -29,7 +29,7 @@ from eagle3.targets.conversion import Conversion
 from eagle3.targets.experts import Experts
 from eagle3.targets.past import Past
 from eagle3.targets.recurrent import RecurrentPositions
-from eagle3.targets.softcap import softcapped
+from eagle3.targets.sinks import softcapped
 from eagle3.targets.spec import (
     HYBRID,
     RECURRENT,

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from eagle3.targets import decoder_layers
 from eagle3.targets.attention import AttentionFactory, KVCacheShape
-from eagle3.targets.softcap import softcapped
+from eagle3.targets.sinks import softcapped
 from eagle3.targets.spec import Convert, Skeleton, Weights
 
 

@@ -38,3 +38,8 @@ def slots_after_the_sink(positions: Tensor) -> Tensor:
 def mask_with_sink(mask: Tensor) -> Tensor:
     """Extend a mask so that every row attends to the sink: bool [1, 1, T, slots] -> [1, 1, T, 1 + slots]."""
     return torch.cat((torch.ones_like(mask[..., :1]), mask), dim=-1)
+
+
+def softcapped(scores: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(scores / cap) for scores of any shape, in their dtype; without a cap, the scores themselves."""
+    return scores if cap is None else torch.tanh(scores / cap) * cap

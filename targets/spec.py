@@ -106,9 +106,9 @@ class Skeleton:
 
         A tied head is the embedding itself, unless ``convert`` makes another tensor of it.
         """
-        from eagle3.targets.exact_vectors import ExactVectors
         from eagle3.targets.input_order import InputOrders, use_input_orders
         from eagle3.targets.loading import as_stored, default_form, load_tensors
+        from eagle3.targets.state_mixers import ExactVectors
 
         orders, exact = InputOrders(self.key_map), ExactVectors(self.model)
         given = ((name, tensor) for name, tensor in weights if not orders.takes(name, tensor))

@@ -12,7 +12,7 @@ from eagle3.export.lowering.backend import Backend, load_backend
 from eagle3.export.output.progress import Progress
 from eagle3.export.planning.memory import GIB
 from eagle3.export.planning.plan import Plan
-from eagle3.runner.system.memory import free_memory, size_text
+from eagle3.runner.system.machine import free_memory, size_text
 
 
 def preflight(plan: Plan, progress: Progress) -> dict[str, Any]:

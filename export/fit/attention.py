@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.draft.common.pieces import Pieces
+from eagle3.export.draft.common.head import Pieces
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
-from eagle3.targets.softcap import softcapped
+from eagle3.targets.sinks import softcapped
 
 
 class WholeText(EagerAttention):

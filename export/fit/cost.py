@@ -10,7 +10,7 @@ from eagle3.export.checkpoints.random_folder import LAYER
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.fit import texts
 from eagle3.export.planning.plan import Plan
-from eagle3.runner.system.memory import free_memory
+from eagle3.runner.system.machine import free_memory
 
 FLOPS_A_CORE = 2.5e10
 """The operations per second of one core of an AVX2 processor, in float32 products of some hundred rows."""

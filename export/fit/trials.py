@@ -11,8 +11,7 @@ from torch import Tensor
 
 from eagle3.export.checkpoints.source import Source, TensorHeader
 from eagle3.export.draft.common.field import HeadReading
-from eagle3.export.draft.common.head import Head
-from eagle3.export.draft.common.pieces import Pieces
+from eagle3.export.draft.common.head import Head, Pieces
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.fit import texts

@@ -20,7 +20,7 @@ from eagle3.export.configuration.hub_names import HubName
 from eagle3.export.hub.errors import one_line
 from eagle3.export.hub.needed import CONFIG, Role, has_adapter, needed
 from eagle3.export.output.contents import TOKENIZER
-from eagle3.runner.system.memory import size_text
+from eagle3.runner.system.machine import size_text
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from eagle3.export.planning.paths import (
     uses_own_layer,
     written_context,
 )
-from eagle3.runner.system.memory import size_text
+from eagle3.runner.system.machine import size_text
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:

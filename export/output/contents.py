@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
-from eagle3.runner.system.versions import version_of
+from eagle3.runner.system.machine import version_of
 
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager

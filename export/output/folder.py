@@ -24,7 +24,7 @@ from types import FrameType
 from eagle3.export.output.contents import sha256
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
 from eagle3.runner.system.command import Terminated
-from eagle3.runner.system.memory import size_text
+from eagle3.runner.system.machine import size_text
 
 try:
     import fcntl

@@ -1,6 +1,9 @@
-"""The plan of an export, made from flags, configurations and tensor headers before any weight is read."""
+"""The plan of an export, made from flags, configurations and tensor headers before any weight is read.
 
-from collections.abc import Iterator
+Applies the readings of a head that the flag ``--read FIELD=VALUE`` gives.
+"""
+
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,22 +19,22 @@ from eagle3.export.checkpoints.target_config import read_target_config, special_
 from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.configuration.config import LONGEST_CHAIN, NO_HEAD, ExportConfig
 from eagle3.export.draft.common.description import DraftDescription
-from eagle3.export.draft.copies import TABLES, without_copies
+from eagle3.export.draft.common.field import HeadReading
+from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.kinds.eagle.description import EagleDescription, windowed
 from eagle3.export.draft.kinds.eagle.rope_reading import RopeFlags
 from eagle3.export.draft.kinds.mtp.reading import read_own_layer
 from eagle3.export.draft.loading import no_head
-from eagle3.export.draft.reading import read_draft
+from eagle3.export.draft.reading import TABLES, read_draft, without_copies
 from eagle3.export.planning.memory import cache_bytes, draft_caches, state_bytes, target_caches
 from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods
 from eagle3.export.planning.pairing import check_pair, check_trained_for, within_vocabulary
 from eagle3.export.planning.paths import check_context, draft_folder, target_paths, uses_own_layer
-from eagle3.export.planning.readings import with_readings
 from eagle3.export.planning.taps import Taps, choose_taps
 from eagle3.export.planning.tensors import check_target
 from eagle3.export.planning.tokenizer import check_tokenizer
 from eagle3.runner.contract import SPECULATE
-from eagle3.runner.system.memory import size_text
+from eagle3.runner.system.machine import size_text
 from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import Skeleton, sliding_window
 
@@ -261,3 +264,33 @@ def _length_warnings(draft: DraftDescription, max_seq_len: int) -> Iterator[str]
             f"the draft head was made for {trained} positions, the context has {max_seq_len}: past {trained} fewer "
             f"proposals may be accepted; the tokens stay those of greedy decoding{window}"
         )
+
+
+def with_readings(
+    draft: DraftDescription, taps: Taps, target: "PreTrainedConfig", given: Iterable[str]
+) -> tuple[DraftDescription, Taps]:
+    """Return the head and its taps with the readings ``given``, each FIELD=VALUE. Raises ValueError with one line for a
+    field that the head's kind lacks, and for an invalid value."""
+    fields = {field.name: field for field in KINDS[draft.kind].load().FIELDS}
+    reading, typed = HeadReading(draft, taps.layers, target), []
+    for text in given:
+        name, _, value = text.partition("=")
+        if name not in fields:
+            raise ValueError(
+                f"--read {text}: a head of the kind {draft.kind} has {', '.join(fields)}: type one of them "
+                "with = and a value"
+            )
+        try:
+            reading = fields[name].applied(reading, fields[name].parse(value))
+        except ValueError as error:
+            raise ValueError(f"--read {text}: {error}: type another value") from error
+        typed.append(f"--read {text}")
+    if reading.taps == taps.layers:
+        return reading.draft, taps
+    layers = target.num_hidden_layers
+    if list(reading.taps) != sorted(set(reading.taps)) or any(not 0 <= tap <= layers for tap in reading.taps):
+        raise ValueError(
+            f"{' '.join(typed)}: the taps {','.join(map(str, reading.taps))} must ascend, be unique and lie within the "
+            f"target's {layers} layers"
+        )
+    return reading.draft, Taps(reading.taps, " ".join(typed))

@@ -1,9 +1,17 @@
 """Compares two computations of the same tensors."""
 
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from eagle3.export.output.folder import is_full_disk
+from eagle3.runner.system.machine import size_text
 
 TOLERANCE = 1e-4
 """The largest allowed difference in float32, as a share of a tensor's standard deviation. A different order of
@@ -53,3 +61,21 @@ class Comparison:
             "logits": float(f"{self.largest['logits']:.1e}"),
             "states": float(f"{max(taps):.1e}"),
         }
+
+
+@contextmanager
+def twin_folder() -> Iterator[Path]:
+    """Yield a folder that is deleted at the end. Raises OSError if the disk is too full for the files written there.
+    The error must name the disk, so that a full disk is not reported as a fault of the model.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="eagle3-twin-") as folder:
+            yield Path(folder)
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        place = tempfile.gettempdir()
+        raise OSError(
+            f"{place} is full ({size_text(shutil.disk_usage(place).free)} free), and the twin check writes small "
+            "copies of the models there: make room, or set TMPDIR to another folder"
+        ) from error

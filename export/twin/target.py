@@ -26,9 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.twin.comparison import SEEDS, TOLERANCE, Comparison
+from eagle3.export.twin.comparison import SEEDS, TOLERANCE, Comparison, twin_folder
 from eagle3.export.twin.fields import all_fields, reset, unusual_fields
-from eagle3.export.twin.folder import twin_folder
 from eagle3.export.twin.lengths import TRIED, passed_lengths, prompt_length, unnamed_lengths, with_value
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.shrink import common_fields, from_common_fields, known_fields, shrink

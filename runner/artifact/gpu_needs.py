@@ -1,11 +1,17 @@
 """Computes the GPU memory that a CUDA artifact needs, without reading its weights, and reads the launches that the
-exporter recorded (``export.json``)."""
+exporter recorded (``export.json``).
 
-from collections.abc import Iterable, Mapping
+Reads the weight tables of a program's CUDA delegates.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.artifact.cuda_weights import WeightTable
+from eagle3.runner.artifact.cuda_library import CUDA_BACKEND
+from eagle3.runner.artifact.cuda_weights import WeightTable, decode_weight_table
+from eagle3.runner.artifact.pte import Pte
 from eagle3.runner.artifact.record import read_export
 from eagle3.runner.contract import LAUNCHES, SPECULATE, TARGET_VERIFY, WORKSPACE
 from eagle3.runner.system.gpus import CONTEXT_BYTES
@@ -51,3 +57,23 @@ def recorded_launches(model: Path) -> dict[str, list[dict[str, Any]]]:
         return {name: list(method["launches"]) for name, method in methods.items()}
     except (LookupError, TypeError, AttributeError):
         return {}
+
+
+def weight_tables(pte: Pte) -> dict[str, list[WeightTable]]:
+    """Map each method to the weight tables of its CUDA delegates."""
+    tables = {}
+    for plan in pte.program.execution_plan:
+        blobs = [pte.delegate_blob(delegate) for delegate in plan.delegates if delegate.id == CUDA_BACKEND]
+        if blobs:
+            with naming(pte, plan.name):
+                tables[plan.name] = [decode_weight_table(blob) for blob in blobs]
+    return tables
+
+
+@contextmanager
+def naming(pte: Pte, method: str) -> Iterator[None]:
+    """Add the file and the method to the message of a ValueError raised inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{pte.path}, method {method}: {error}") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
-from eagle3.runner.system.memory import size_text
+from eagle3.runner.system.machine import size_text
 
 QUICK_BYTES = 200_000_000
 """Bytes that are hashed at every opening, smallest files first: under a second at 250 MB/s, which is SHA-256 on a slow

@@ -4,6 +4,8 @@ A speed is computed for each pass and reported as median, minimum and maximum ov
 within a pass. Counts are over all passes.
 """
 
+import os
+import platform
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,6 @@ from statistics import median
 from typing import Any
 
 from eagle3.runner.commands.batch import progress
-from eagle3.runner.commands.bench_machine import machine, versions
 from eagle3.runner.commands.bench_measure import (
     Completion,
     Configuration,
@@ -30,6 +31,7 @@ from eagle3.runner.loop.cached_tokens import common_prefix
 from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
+from eagle3.runner.system.machine import version_of
 
 Spread = dict[str, float]
 DECODED = f"{TARGET_VERIFY} / {DECODE}"
@@ -215,3 +217,34 @@ def replayed(model: Model, result: Result, _position: int) -> dict[str, Any]:
     differ."""
     found = model.replay(result).divergence
     return {"top2_margin": found.margin, "near_tie": found.near_tie} if found else {}
+
+
+PACKAGES = "eagle3-export", "executorch", "torch"
+
+
+def machine(backend: str | None) -> str:
+    """Return a line with the GPU (for CUDA artifacts), the processor, the cores that this process may use, and the
+    system."""
+    parts = [f"{processor()}, {cores()} cores", f"{platform.system()} {platform.machine()}"]
+    return ", ".join(([gpu()] if backend == "cuda" else []) + parts)
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpu() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
+def versions() -> dict[str, str]:
+    return {"Python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}

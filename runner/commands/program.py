@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.runner.artifact import cuda_library
-from eagle3.runner.artifact.cuda_delegates import naming, weight_tables
 from eagle3.runner.artifact.cuda_library import CUDA_BACKEND, extent
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, check_stored, read_ptd_index
-from eagle3.runner.artifact.gpu_needs import gpu_memory
+from eagle3.runner.artifact.gpu_needs import gpu_memory, naming, weight_tables
 from eagle3.runner.artifact.pte import DTYPES, Pte, read_pte
 from eagle3.runner.contract import DECODE, FORWARD, METHODS, SPECULATE, Metadata, row_bounds
 

@@ -22,8 +22,7 @@ from eagle3.runner.artifact.pte import program_bytes
 from eagle3.runner.hosts.xnnpack_options import BACKEND, packed_weights_shared
 from eagle3.runner.system.command import tell, verbose_note
 from eagle3.runner.system.cpu_features import processor
-from eagle3.runner.system.memory import size_text
-from eagle3.runner.system.versions import version_of
+from eagle3.runner.system.machine import size_text, version_of
 
 LIBRARIES = ("libexecutorch.so", "libexecutorch_backend_xnnpack.so")
 VERSION = "1.5."

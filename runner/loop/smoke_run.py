@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eagle3.runner.system.command import OneLineFailures
-from eagle3.runner.system.threads import leave_threads_to_xnnpack
+from eagle3.runner.system.machine import leave_threads_to_xnnpack
 
 if TYPE_CHECKING:
     from torch import Tensor

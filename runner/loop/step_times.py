@@ -8,7 +8,7 @@ import torch
 
 from eagle3.runner.contract import DECODE, DRAFT_STEP, SPECULATE, TARGET_VERIFY, TWO_ROWS
 from eagle3.runner.hosts.session import Session
-from eagle3.runner.loop.windows import chunks
+from eagle3.runner.loop.rounds import chunks
 
 Returned = TypeVar("Returned")
 

@@ -19,7 +19,7 @@ from eagle3.runner.system.command import (
     tell,
     version_option,
 )
-from eagle3.runner.system.threads import leave_threads_to_xnnpack
+from eagle3.runner.system.machine import leave_threads_to_xnnpack
 
 EPILOG = """
 \b

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eagle3.runner.serve.cli import read_key
 from eagle3.runner.serve.gate import Gate
 from eagle3.runner.serve.tunnel import Sent, answered
-from eagle3.runner.system.threads import leave_threads_to_xnnpack
+from eagle3.runner.system.machine import leave_threads_to_xnnpack
 
 PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 """Ray's own router class. Its public name, ``ray.serve.llm.request_router``, needs vLLM or SGLang."""

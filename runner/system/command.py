@@ -55,7 +55,7 @@ packed_weights_option = click.option(
 
 def _say_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from eagle3.runner.system.versions import version_of
+        from eagle3.runner.system.machine import version_of
 
         click.echo(f"{ctx.find_root().info_name}, version {version_of('eagle3-export')}")
         ctx.exit()

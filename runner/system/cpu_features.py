@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3.runner.system.versions import version_of
+from eagle3.runner.system.machine import version_of
 
 CPUINFO = Path("/proc/cpuinfo")
 CORE_FIELDS = (

@@ -44,8 +44,7 @@ import click
 
 from eagle3.runner import load
 from eagle3.runner.commands.batch import progress
-from eagle3.runner.commands.bench_figures import divergence, speeds, spread
-from eagle3.runner.commands.bench_machine import cores, machine, versions
+from eagle3.runner.commands.bench_figures import cores, divergence, machine, speeds, spread, versions
 from eagle3.runner.commands.bench_measure import (
     Outcome,
     Workload,

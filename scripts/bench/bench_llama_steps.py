@@ -25,7 +25,7 @@ from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter,
 from transformers import PreTrainedConfig, Qwen3_5TextConfig
 
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
-from eagle3.runner.commands.bench_machine import cores, machine, versions
+from eagle3.runner.commands.bench_figures import cores, machine, versions
 from eagle3.runner.commands.bench_report import rendered
 from eagle3.runner.system.command import OneLineFailures
 

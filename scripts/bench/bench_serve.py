@@ -30,8 +30,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from eagle3.runner import load
-from eagle3.runner.commands.bench_figures import spread
-from eagle3.runner.commands.bench_machine import machine, versions
+from eagle3.runner.commands.bench_figures import machine, spread, versions
 from eagle3.runner.commands.bench_report import rate_text, rendered, spread_text
 from eagle3.runner.model import Model
 from eagle3.runner.system.command import OneLineFailures

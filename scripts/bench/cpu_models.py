@@ -27,7 +27,7 @@ from eagle3.export.planning.memory import GIB
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.hosts.session import Session
-from eagle3.runner.system.memory import linux_bytes
+from eagle3.runner.system.machine import linux_bytes
 from eagle3.targets import TARGETS
 
 SHARED = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6}

@@ -19,7 +19,7 @@ from transformers import Gemma4TextConfig, Qwen3MoeConfig
 from eagle3.export.checkpoints import open_source
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checkpoints.random_folder import random_folder
-from eagle3.export.checkpoints.random_values import DTYPES, random_tensor
+from eagle3.export.checkpoints.safetensors_file import DTYPES, random_tensor
 from eagle3.export.cli import main as export_main
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.taps import spread_taps

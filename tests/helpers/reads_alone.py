@@ -7,7 +7,7 @@ import torch
 from cuda_lowered import lowered
 from torch import nn
 
-from eagle3.export.lowering.cuda.graph.attention import CudaAttention
+from eagle3.export.lowering.cuda.graph.rotations import CudaAttention
 from eagle3.export.lowering.cuda.graph.shortcuts import counters_unchanged
 from eagle3.targets.attention import KVCacheShape
 

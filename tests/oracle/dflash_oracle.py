@@ -26,8 +26,7 @@ from eagle3.export.draft.kinds.dflash.description import DFlashDescription
 from eagle3.export.draft.kinds.dflash.dialects import OWN
 from eagle3.export.draft.kinds.dflash.head import Head
 from eagle3.export.draft.kinds.dflash.reading import read
-from eagle3.export.twin.comparison import Comparison
-from eagle3.export.twin.folder import twin_folder
+from eagle3.export.twin.comparison import Comparison, twin_folder
 from eagle3.export.twin.lengths import prompt_length
 from eagle3.export.twin.shrink import shrink
 from eagle3.targets.attention import EagerAttention

@@ -23,8 +23,7 @@ from eagle3.export.draft.kinds.eagle.head import Head
 from eagle3.export.draft.kinds.eagle.reading import read
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE, RopeFlags
 from eagle3.export.draft.kinds.eagle.tensor_names import MASK_TOKENS, own_name
-from eagle3.export.twin.comparison import Comparison
-from eagle3.export.twin.folder import twin_folder
+from eagle3.export.twin.comparison import Comparison, twin_folder
 from eagle3.export.twin.lengths import prompt_length
 from eagle3.export.twin.shrink import shrink
 from eagle3.targets.attention import EagerAttention

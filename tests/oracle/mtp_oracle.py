@@ -21,7 +21,6 @@ from eagle3.export.checkpoints.json_fields import Fields, read_object
 from eagle3.export.draft.common.head import load_head
 from eagle3.export.draft.common.speculators import LAYER
 from eagle3.export.draft.kinds.mtp.head import Head
-from eagle3.export.draft.kinds.mtp.layer import one_layer_config
 from eagle3.export.draft.kinds.mtp.own_layer import OF_DEEPSEEK, OF_QWEN, ZERO_CENTERED, renamed
 from eagle3.export.draft.kinds.mtp.reading import (
     NAMES,
@@ -29,10 +28,9 @@ from eagle3.export.draft.kinds.mtp.reading import (
     read,
     read_own_layer,
 )
-from eagle3.export.draft.kinds.mtp.tensors import LayerTensors
+from eagle3.export.draft.kinds.mtp.tensors import LayerTensors, one_layer_config
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.twin.comparison import SEEDS, TOLERANCE, Comparison
-from eagle3.export.twin.folder import twin_folder
+from eagle3.export.twin.comparison import SEEDS, TOLERANCE, Comparison, twin_folder
 from eagle3.export.twin.lengths import prompt_length
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.shrink import shrink

@@ -26,9 +26,8 @@ from eagle3.export.lowering.xnnpack.lowering import use_cpu_recurrence
 from eagle3.export.planning.methods import check_states
 from eagle3.export.twin.shrink import shrink
 from eagle3.export.twin.target import check_target
-from eagle3.targets import TARGETS, kimi_delta, state_mixers
-from eagle3.targets.gated_delta import delta_rule
-from eagle3.targets.kimi_delta import KimiDeltaState
+from eagle3.targets import TARGETS, gated_delta, state_mixers
+from eagle3.targets.gated_delta import KimiDeltaState, delta_rule
 from eagle3.targets.recurrent import RecurrentPositions
 from eagle3.targets.state_mixers import attention_of, mixer_with_state
 
@@ -121,7 +120,7 @@ def decay_of_a_key_after_its_update(monkeypatch):
 
 
 def undecayed_keys(monkeypatch):
-    monkeypatch.setattr(kimi_delta, "channel_decays_behind", torch.ones_like)
+    monkeypatch.setattr(gated_delta, "channel_decays_behind", torch.ones_like)
 
 
 def one_decay_for_all_channels(monkeypatch):
@@ -135,17 +134,17 @@ def one_decay_for_all_channels(monkeypatch):
 
 
 def decays_of_another_channel(monkeypatch):
-    original = kimi_delta.channel_decays_between
+    original = gated_delta.channel_decays_between
     monkeypatch.setattr(
-        kimi_delta, "channel_decays_between", lambda decay, masks: original(decay, masks).transpose(1, 2).roll(1, -1)
+        gated_delta, "channel_decays_between", lambda decay, masks: original(decay, masks).transpose(1, 2).roll(1, -1)
     )
 
 
 def decay_of_the_earlier_row_counts(monkeypatch):
     """Fault: a change decays in its own row."""
-    original = kimi_delta.channel_decays_between
+    original = gated_delta.channel_decays_between
     monkeypatch.setattr(
-        kimi_delta,
+        gated_delta,
         "channel_decays_between",
         lambda decay, masks: original(decay, masks) * decay.exp().unsqueeze(1),
     )

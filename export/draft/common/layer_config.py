@@ -11,8 +11,8 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from eagle3.export.checkpoints.json_fields import Fields
-from eagle3.export.checkpoints.rope import check_rope
 from eagle3.export.checkpoints.source import TensorHeader
+from eagle3.export.checkpoints.target_config import check_rope
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig

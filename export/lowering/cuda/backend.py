@@ -29,33 +29,33 @@ from eagle3.export.configuration.config import CUDA_RECIPES
 from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.backend import Backend
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
-from eagle3.export.lowering.cuda.graph.attention import CudaAttention
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph.gates import gate_in_products
 from eagle3.export.lowering.cuda.graph.prefetches import prefetch_weights
 from eagle3.export.lowering.cuda.graph.recurrent import use_cuda_recurrence
-from eagle3.export.lowering.cuda.graph.rotations import rotate_in_attention
+from eagle3.export.lowering.cuda.graph.rotations import CudaAttention, rotate_in_attention
 from eagle3.export.lowering.cuda.graph.shortcuts import (
     analyzed_once,
     counters_unchanged,
     no_repro,
     prefetches_unseen,
 )
-from eagle3.export.lowering.cuda.inductor.argmax import argmax_over_blocks
 from eagle3.export.lowering.cuda.inductor.early_launches import can_start_early, early_launches
-from eagle3.export.lowering.cuda.inductor.fusion import fused_further
+from eagle3.export.lowering.cuda.inductor.fusion import (
+    argmax_over_blocks,
+    barriers_between_loops,
+    fused_further,
+    rows_in_registers,
+)
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
-from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
-from eagle3.export.lowering.cuda.inductor.rows import rows_in_registers
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.kernels.int4.layouts import layout_of
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.sums import made_for_here, made_for_named
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
-from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
-from eagle3.export.lowering.cuda.weights.dense import made_dense, make_dense
+from eagle3.export.lowering.cuda.weights.conversion import CudaWeights, made_dense, make_dense
 from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
 from eagle3.export.lowering.cuda.weights.quantization import (
     check_quantized_headers,
@@ -73,7 +73,7 @@ from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES, PREFILL
 from eagle3.runner.system import gpus
 from eagle3.runner.system.gpus import BY_ARCH, lacking_on_later
-from eagle3.runner.system.versions import version_of
+from eagle3.runner.system.machine import version_of
 from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.spec import Convert
 

@@ -13,8 +13,6 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from eagle3.export.lowering.edge.values import description
-
 SIZE = torch.ops.aten.sym_size.int
 COMPARISONS = frozenset((operator.ge, operator.le))
 PLAIN = frozenset((operator.getitem, operator.add, operator.sub, operator.mul, SIZE)) | COMPARISONS
@@ -102,3 +100,11 @@ def _described(value: object) -> object:
     if isinstance(value, SymInt):
         return value.node.expr
     raise LeftToPyTorch
+
+
+def description(value: FakeTensor) -> tuple:
+    """Return a fake tensor's dtype, device, layout, shape, strides and offset; symbols are given by their
+    expressions."""
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    exact = (size.node.expr if isinstance(size, SymInt) else size for size in sizes)
+    return value.dtype, value.device, value.layout, value.requires_grad, *exact

@@ -41,7 +41,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
 
 from eagle3.export.lowering.edge.decompositions import decomposed as decomposed_by_node
-from eagle3.export.lowering.edge.values import description
+from eagle3.export.lowering.edge.operator_traces import description
 from eagle3.export.patching.patches import all_replaced, original, replaced
 
 BASES = (

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from eagle3.export.lowering.xnnpack.head_rows import additive_mask, first_slot, heads_together, repeated_rows
+from eagle3.export.lowering.xnnpack.llm_ops_attention import additive_mask, first_slot, heads_together, repeated_rows
 from eagle3.export.lowering.xnnpack.used_slots import used_slots
 from eagle3.targets.attention import Block, KVCacheShape, attend, causal_mask
-from eagle3.targets.softcap import softcapped
+from eagle3.targets.sinks import softcapped
 
 FEW_ROWS = 16
 """Windows of up to this many rows are computed by products."""

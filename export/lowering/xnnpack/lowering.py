@@ -29,8 +29,7 @@ from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.split_k import split_wide_linears, splits
 from eagle3.export.lowering.xnnpack.used_slots import planned
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
-from eagle3.targets.gated_delta import GatedDeltaState
-from eagle3.targets.kimi_delta import KimiDeltaState
+from eagle3.targets.gated_delta import GatedDeltaState, KimiDeltaState
 from eagle3.targets.recurrent import Given, Masks, Ring
 
 

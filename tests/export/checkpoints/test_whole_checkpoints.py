@@ -139,7 +139,7 @@ def test_layers_that_transformers_lists_as_ignored_are_ignored(tmp_path):
 def test_a_layer_listed_as_ignored_for_another_model_size_is_refused(tmp_path):
     """A class lists a layer for each published size. In the larger model, the layer listed for the smaller one is an
     ordinary layer."""
-    from eagle3.export.planning.unread import unread
+    from eagle3.export.planning.tensors import unread
     from eagle3.targets.decoder_layers import skeleton
 
     config = transformers.Glm4MoeConfig(**ALL | {"num_hidden_layers": 60}, **ROUTED, topk_group=1)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle3.export.checks.proposals import _is_best
+from eagle3.export.checks.artifact import _is_best
 
 TIE = 0.5
 ALL_TOKENS = SimpleNamespace(draft=SimpleNamespace(ids_in_target=lambda: None))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.common.field import HeadReading
-from eagle3.export.draft.common.pieces import Pieces
+from eagle3.export.draft.common.head import Pieces
 from eagle3.export.draft.kinds import KINDS
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.fit import texts

@@ -15,7 +15,7 @@ from eagle3.export.lowering.backend import load_backend
 from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.speculator import tensor_files
-from eagle3.export.speculator.own_storages import check_storages, own_storages
+from eagle3.export.speculator.speculator import check_storages, own_storages
 from eagle3.export.speculator.tensor_files import parts
 
 

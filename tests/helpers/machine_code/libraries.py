@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.artifact.cuda_delegates import naming, weight_tables
 from eagle3.runner.artifact.cuda_library import read_library, runs_on
 from eagle3.runner.artifact.cuda_weights import WeightTable
+from eagle3.runner.artifact.gpu_needs import naming, weight_tables
 from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.system.gpus import BY_ARCH, excesses
 

@@ -10,8 +10,7 @@ from scripted import ScriptedSession, greedy_sequence, scripted_metadata
 from simulated_rounds import Machine, Text, play, speed, to_the_best
 from told_chain import Told
 
-from eagle3.runner.loop.acceptance_rates import AcceptanceRates
-from eagle3.runner.loop.adaptive_chain import AdaptiveChain
+from eagle3.runner.loop.adaptive_chain import AcceptanceRates, AdaptiveChain
 from eagle3.runner.loop.cached_tokens import CachedTokens
 from eagle3.runner.loop.chain import FixedChain
 from eagle3.runner.loop.generation import complete, generate

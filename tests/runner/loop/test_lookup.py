@@ -21,14 +21,12 @@ from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_meta
 from scripted_logits import LogitsSession, random_logits
 from told_chain import Told
 
-from eagle3.runner.loop import lookup as lookup_module
-from eagle3.runner.loop.acceptance_rates import AcceptanceRates
-from eagle3.runner.loop.adaptive_chain import AdaptiveChain
+from eagle3.runner.loop import lookup_choice as lookup_module
+from eagle3.runner.loop.adaptive_chain import AcceptanceRates, AdaptiveChain
 from eagle3.runner.loop.cached_tokens import CachedTokens
 from eagle3.runner.loop.choice import Greedy
 from eagle3.runner.loop.generation import complete, generate
-from eagle3.runner.loop.lookup import SHORTEST, TextIndex
-from eagle3.runner.loop.lookup_choice import HEAD, LOOKUP, LookupChoice, RoundCosts
+from eagle3.runner.loop.lookup_choice import HEAD, LOOKUP, SHORTEST, LookupChoice, RoundCosts, TextIndex
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 

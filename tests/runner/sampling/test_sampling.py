@@ -15,9 +15,8 @@ from transformers_sampling import CPU_TENSORS, by_transformers
 from eagle3.runner.hosts.session import Step
 from eagle3.runner.loop.generation import complete
 from eagle3.runner.sampling.arrays import Host
-from eagle3.runner.sampling.draws import Dense, Sparse
+from eagle3.runner.sampling.draws import Dense, Sparse, gumbel, keys, spread, words
 from eagle3.runner.sampling.logprobs import Logprobs
-from eagle3.runner.sampling.noise import gumbel, keys, spread, words
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 

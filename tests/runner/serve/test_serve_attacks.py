@@ -16,7 +16,8 @@ from served import ASKED, JSON, served
 
 from eagle3.runner.model import Model
 from eagle3.runner.sampling import constraint
-from eagle3.runner.serve import app, connections
+from eagle3.runner.serve import app
+from eagle3.runner.serve import server as server_module
 from eagle3.runner.serve.errors import LONGEST
 
 PLAIN = {"messages": ASKED, "max_tokens": 4}
@@ -262,7 +263,7 @@ def test_the_scheme_of_a_key_may_be_in_any_case(session, artifact):
 
 
 def test_a_connection_with_slow_headers_is_closed(server, monkeypatch):
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(server_module, "HEADER_SECONDS", 0.5)
     address = "127.0.0.1", int(server.url.split(":")[2].split("/")[0])
     for begun in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: 1\r\n"):
         with socket.create_connection(address, timeout=10) as slow:

@@ -10,7 +10,7 @@ from served import served
 from transformers import AutoModelForCausalLM
 
 from eagle3.runner.model import BusyError, Model
-from eagle3.runner.serve.prompt_logprobs import prompt_logprobs
+from eagle3.runner.serve.engine import prompt_logprobs
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"].checkpoint

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from places import ROOT
 from served import ASKED, served
 
-from eagle3.runner.serve.authors import Authors
+from eagle3.runner.serve.chat import Authors
 from eagle3.runner.serve.engine import Delta
 from eagle3.runner.serve.markup import CHANNEL, Splitter
 from eagle3.runner.serve.page import FOLDER

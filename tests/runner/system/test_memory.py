@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle3.runner.system.memory import size_text
+from eagle3.runner.system.machine import size_text
 
 
 @pytest.mark.parametrize(

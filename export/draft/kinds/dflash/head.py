@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
-from eagle3.export.draft.common.head import CachedHead
-from eagle3.export.draft.common.pieces import Pieces
+from eagle3.export.draft.common.head import CachedHead, Pieces
 from eagle3.export.draft.kinds.dflash.description import Behind, DFlashDescription
 from eagle3.export.draft.kinds.dflash.layers import Attention, DraftLayer, Gemma4Layer, Place, RMSNorm
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, Block, KVCacheShape, ring_window
-from eagle3.targets.softcap import softcapped
+from eagle3.targets.sinks import softcapped
 
 
 class Head(CachedHead):

@@ -23,7 +23,7 @@ from eagle3.export.draft.kinds.eagle.layers import DraftLayer, Gemma4DraftLayer,
 from eagle3.export.draft.kinds.eagle.tensor_names import MASK
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory, KVCacheShape, ring_window
-from eagle3.targets.softcap import softcapped
+from eagle3.targets.sinks import softcapped
 
 
 class Head(CachedHead):

@@ -18,8 +18,7 @@ from eagle3.export.draft.common.head import load_head
 from eagle3.export.draft.kinds.gemma4_assistant.head import Head
 from eagle3.export.draft.kinds.gemma4_assistant.reading import LM_HEAD, AssistantDescription, read
 from eagle3.export.patching.patches import original, replaced
-from eagle3.export.twin.comparison import Comparison
-from eagle3.export.twin.folder import twin_folder
+from eagle3.export.twin.comparison import Comparison, twin_folder
 from eagle3.export.twin.lengths import prompt_length
 from eagle3.export.twin.randomize import randomize
 from eagle3.export.twin.shrink import shrink

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.draft.common import head
-from eagle3.export.draft.common.pieces import Pieces
+from eagle3.export.draft.common.head import Pieces
 from eagle3.export.draft.kinds.mlp_speculator.reading import EPSILON, SpeculatorDescription
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory

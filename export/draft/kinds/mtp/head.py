@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.draft.common.head import CachedHead
-from eagle3.export.draft.kinds.mtp.layer import conversion_of, layer_of, one_layer_config
 from eagle3.export.draft.kinds.mtp.reading import MTPDescription
+from eagle3.export.draft.kinds.mtp.tensors import conversion_of, layer_of, one_layer_config
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import HF_ATTENTION, AttentionFactory, KVCacheShape
 from eagle3.targets.complex_rotary import RealRotary

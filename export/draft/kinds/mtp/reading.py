@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.export.checkpoints.json_fields import Fields
-from eagle3.export.checkpoints.rope import check_rope
 from eagle3.export.checkpoints.source import Source
+from eagle3.export.checkpoints.target_config import check_rope
 from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.draft.common.field import STATE
 from eagle3.export.draft.common.layer_config import one_rope

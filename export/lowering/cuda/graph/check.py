@@ -11,7 +11,7 @@ import torch
 from torch.export import ExportedProgram
 from torchao.utils import TorchAOBaseTensor
 
-from eagle3.export.lowering.cuda.graph.products import OF_EXPERTS, QUANTIZED
+from eagle3.export.lowering.cuda.graph.nodes import OF_EXPERTS, QUANTIZED
 from eagle3.runner.contract import PREFILL
 
 SMALL_M, LARGE_M, DEQUANTIZE, PER_ROW = "small_m", "large_m", "dequantize", "once a row"

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
-from eagle3.export.lowering.cuda.graph.products import BF16, QUANTIZED
+from eagle3.export.lowering.cuda.graph.nodes import BF16, QUANTIZED
 from eagle3.export.lowering.cuda.kernels.bf16 import ALIGNED
 from eagle3.export.lowering.cuda.kernels.product import Product
 from eagle3.export.patching.patches import with_items

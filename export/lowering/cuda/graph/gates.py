@@ -11,8 +11,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import Argument
 
-from eagle3.export.lowering.cuda.graph.nodes import part
-from eagle3.export.lowering.cuda.graph.products import PRODUCTS, targets
+from eagle3.export.lowering.cuda.graph.nodes import PRODUCTS, part, targets
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import Argument
 
-from eagle3.export.lowering.cuda.graph.products import PRODUCTS, targets
+from eagle3.export.lowering.cuda.graph.nodes import PRODUCTS, targets
 
 PART = torch.ops.export.access_subclass_inner_tensor.default
 """Reads a part of a quantized weight in a traced graph."""

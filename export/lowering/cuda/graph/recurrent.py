@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from eagle3.export.lowering.cuda.kernels.advance import advance
 from eagle3.export.lowering.cuda.kernels.recurrent import SLOTS, recurrent_chunk, recurrent_rows
-from eagle3.targets.gated_delta import GatedDeltaState
-from eagle3.targets.kimi_delta import KimiDeltaState
+from eagle3.targets.gated_delta import GatedDeltaState, KimiDeltaState
 from eagle3.targets.mamba2 import Mamba2State
 from eagle3.targets.recurrent import Given, RecurrentPositions, RecurrentRows, RecurrentState, Ring
 

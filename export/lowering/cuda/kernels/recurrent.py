@@ -27,8 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from eagle3.export.lowering.cuda.kernels.recurrent_block import products_of_channels
-from eagle3.export.lowering.cuda.kernels.recurrent_reference import ring_after, run_rows, state_before
+from eagle3.export.lowering.cuda.kernels.recurrent_block import products_of_channels, ring_after, run_rows, state_before
 from eagle3.targets.spec import ROLLBACK_ROWS
 
 SLOTS = 2 * ROLLBACK_ROWS
@@ -178,11 +177,12 @@ def _recurrent_chunk_kernel(
             turned = tl.permute(left, (0, 2, 1))
         else:
             decay = tl.load(DECAY + head * rows + at, mask=here, other=0.0)
-            until = tl.cumsum(decay, 0)
-            whole = tl.sum(decay, 0)
-            lower = row >= column
-            between = tl.where(lower, tl.exp(tl.where(lower, until[:, None] - until[None, :], 0.0)), 0.0)
-            since = tl.exp(until)[:, None]
+            # Sums of the rows between, and of the later rows: a difference of sums from the first row would round what
+            # is left of strong decays.
+            later = tl.where(row > column, tl.broadcast_to(decay[:, None], (BLOCK, BLOCK)), 0.0)
+            between = tl.where(row >= column, tl.exp(tl.cumsum(later, 0)), 0.0)
+            behind = tl.exp(tl.sum(later, 0))
+            since = tl.exp(tl.cumsum(decay, 0))[:, None]
             turned = tl.permute(key, (0, 2, 1))
             if DELTA:
                 beta = tl.load(BETA + head * rows + at, mask=here, other=0.0)
@@ -206,8 +206,8 @@ def _recurrent_chunk_kernel(
             left = tl.broadcast_to(update[None], (BLOCK_K // SLICE, BLOCK, COLUMNS))
             through = tl.exp(tl.sum(decay, 1))[:, :, None]
         else:
-            left = tl.broadcast_to((update * tl.exp(whole - until)[:, None])[None], (BLOCK_K // SLICE, BLOCK, COLUMNS))
-            through = tl.exp(whole)
+            left = tl.broadcast_to((update * behind[:, None])[None], (BLOCK_K // SLICE, BLOCK, COLUMNS))
+            through = tl.exp(tl.sum(decay, 0))
         state = state * through + tl.dot(turned, left, input_precision="tf32x3")
     state = tl.reshape(state, (BLOCK_K, COLUMNS))
     tl.debug_barrier()

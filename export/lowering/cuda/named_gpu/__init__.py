@@ -40,8 +40,7 @@ def named_gpu(arch: str) -> Iterator[None]:
     from eagle3.export.lowering.cuda.inductor.toolchain import toolchain
     from eagle3.export.lowering.cuda.named_gpu.choices import choices
     from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
-    from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device
-    from eagle3.export.lowering.cuda.named_gpu.operators import operators
+    from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device, operators
     from eagle3.export.lowering.cuda.named_gpu.weights import weights_on_host
 
     gpu = BY_ARCH[arch]

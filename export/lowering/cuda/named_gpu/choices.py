@@ -1,8 +1,19 @@
-"""Part 3: chooses matmul templates by the estimates of ``matmuls``, because nothing can be timed."""
+"""Part 3: chooses matmul templates by estimates, because nothing can be timed.
+
+Estimates the time of a matmul with each of Inductor's templates, from their tiles.
+
+A block of the grid goes along K and loads ``stages - 1`` steps ahead. A step takes the longest of: the memory latency
+divided by the steps in flight, the loads of all blocks of a multiprocessor, and their multiplications. Few rows
+therefore need many bytes in flight, and many rows need large tiles. The constants are not exact and need not be,
+because the times of templates differ by factors. At the rate of ``wgmma`` the choices for 32 to 2,048 rows are those at
+the rate of ``mma.sync``: the loads of a step take longer than either.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -11,10 +22,9 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.ir import ChoiceCaller
 from torch._inductor.select_algorithm import TritonTemplateCaller
-from torch._inductor.template_heuristics.triton import BaseConfigHeuristic
+from torch._inductor.template_heuristics.triton import BaseConfigHeuristic, GemmConfig
 from torch._inductor.virtualized import V
 
-from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, ranked
 from eagle3.export.patching.patches import all_replaced
 from eagle3.runner.system.gpus import Gpu
 
@@ -71,3 +81,64 @@ def choices(gpu: Gpu) -> Iterator[None]:
         ),
     ):
         yield
+
+
+LATENCY = 800.0  # ns, the latency of a load from busy memory
+BYTES, FLOPS = 36.0, 3500.0  # per nanosecond and multiprocessor: H200's memory, mma.sync in bfloat16
+START = 3000.0  # ns, to start a kernel
+BARRIER = 50.0  # ns per step of the loop
+OTHER_REGISTERS = 64  # per thread, in addition to its accumulators
+MORE = [
+    GemmConfig(16, 32, 128, 4, 2),
+    GemmConfig(16, 32, 128, 5, 2),
+    GemmConfig(16, 64, 128, 4, 4),
+    GemmConfig(16, 64, 128, 5, 4),
+    GemmConfig(32, 64, 128, 4, 4),
+    GemmConfig(128, 128, 64, 3, 8),
+]
+"""Tiles that are tried in addition to Inductor's own. Inductor has none for few rows with more than two stages of 128
+columns."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of the output [m, n], computed from ``k`` columns of the operands at a time."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+
+    @classmethod
+    def of(cls, choice: TritonTemplateCaller) -> "Tile":
+        m, k, n = (int(size) for size in choice.log_info["tile_shape"].strip("()").split(","))
+        return cls(m, n, k, choice.bmreq.num_stages, choice.bmreq.num_warps)
+
+
+def nanoseconds(tile: Tile, sizes: tuple[int, int, int, int], itemsize: int, gpu: Gpu) -> float:
+    """Estimate the time of a batched matmul of ``sizes`` (batch, M, N, K) with elements of ``itemsize`` bytes; infinite
+    for a tile that does not fit ``gpu``."""
+    batch, m, n, k = sizes
+    loaded = (tile.m + tile.n) * tile.k * itemsize  # bytes per step
+    shared = tile.stages * loaded
+    registers = tile.m * tile.n // (32 * tile.warps) + OTHER_REGISTERS  # per thread
+    if shared > gpu.shared_memory_per_block or registers > 255:
+        return float("inf")
+    blocks = batch * ceil(m / tile.m) * ceil(n / tile.n)
+    together = min(gpu.resident(registers, shared, 32 * tile.warps), ceil(blocks / gpu.multiprocessors))
+    ahead = tile.stages - 1 or 0.5  # with one stage nothing is multiplied while a step is loaded
+    step = max(LATENCY / ahead, together * loaded / BYTES, together * 2 * tile.m * tile.n * tile.k / FLOPS)
+    step += BARRIER
+    waves = ceil(blocks / (gpu.multiprocessors * together))
+    return START + waves * (ceil(k / tile.k) * step + LATENCY)
+
+
+def ranked(choices: list[TritonTemplateCaller], gpu: Gpu) -> dict[TritonTemplateCaller, float]:
+    """Map the templates of one matmul to their estimated times."""
+    hint = V.graph.sizevars.optimization_hint
+    left, right = choices[0].input_nodes[-2:]
+    *batch, m, n = (hint(size) for size in choices[0].layout.size)
+    sizes = prod(batch), m, n, hint(left.get_size()[-1])
+    itemsize = right.get_dtype().itemsize
+    return {choice: nanoseconds(Tile.of(choice), sizes, itemsize, gpu) for choice in choices}

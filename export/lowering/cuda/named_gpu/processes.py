@@ -27,7 +27,7 @@ from torch.export import ExportedProgram
 
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, Place, host_data, place
 from eagle3.export.patching.patches import replaced
-from eagle3.runner.system.memory import free_memory, linux_bytes
+from eagle3.runner.system.machine import free_memory, linux_bytes
 
 Compiled = tuple[PreprocessResult, CudaWeightArtifact]
 Sent = tuple[PreprocessResult, list[CudaWeightEntry], dict[str, Place | bytes]]

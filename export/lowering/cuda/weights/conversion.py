@@ -2,11 +2,22 @@
 
 A tensor is not needed again after its conversion, so the whole unquantized checkpoint is never in memory. A large
 weight is converted some rows at a time, and memory-mapped data is only read.
+
+Dense float32 weights with the values of CUDA's quantized ones, for a measurement on a machine without a GPU.
+
+Converts INT4 weights that another tool quantized to CUDA's layout. Codes and zero points stay exact, and scales are
+as near as possible.
+
+ExecuTorch's ``CudaCoalescedInt4Tensor`` stores a scale as an 8-bit code times an fp16 step, which 256 weights of a row
+share, and stores a zero point in the same way. ExecuTorch computes the step only from the largest of the scales that
+share it. Here several steps are tried, because fp16 is coarse for such small numbers (1e-5 and less are subnormal). A
+step of 1 makes zero points exact.
 """
 
 from typing import Any
 
 import torch
+from executorch.backends.cuda.coalesced_int4_tensor import CudaCoalescedInt4Tensor
 from executorch.examples.models.gemma4_31b.cuda_packers import pack_embedding_for_cuda, pack_linear_for_cuda
 from executorch.extension.llm.export.gguf import ExportableGGUFTensor
 from executorch.extension.llm.export.int4 import ExportableInt4Tensor
@@ -18,9 +29,11 @@ from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.cuda.kernels.int4.tiles import tensor as int4_tensor
+from eagle3.export.lowering.cuda.kernels.int4.tiles.tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.weights.experts import fused_linears
-from eagle3.export.lowering.cuda.weights.int4_layout import exact_layout, has_whole_zeros
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor, laid_out
+from eagle3.targets.loading import dequantized, is_plain
+from eagle3.targets.spec import Convert
 
 ELEMENTS = 1 << 25
 """The number of elements of a weight that are quantized at a time. Quantizing them takes memory for their float32
@@ -97,3 +110,94 @@ def quantized(weight: Tensor, config: QuantConfig) -> Tensor:
     HQQ takes all rows at once, because it stops by the error of the whole weight."""
     rows = weight.shape[0] if config.method != "min_max" else max(1, ELEMENTS // weight.shape[1])
     return fuse_along_output([to_default("", quantize_weight(part, config)) for part in weight.split(rows)])
+
+
+def dense(value: Tensor) -> Tensor:
+    """Return a quantized weight as the dense float32 tensor that it stands for; a plain tensor unchanged."""
+    if isinstance(value, TiledInt4Tensor | CudaCoalescedInt4Tensor | KQuantTensor):
+        return value.dequantize(torch.float32)
+    return dequantized("", value)
+
+
+def made_dense(convert: Convert) -> Convert:
+    """Return a conversion to the dense values of what ``convert`` gives."""
+    return lambda name, value: dense(convert(name, value))
+
+
+def make_dense(model: nn.Module) -> None:
+    """Replace the quantized weights of ``model`` by their dense values, in place."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and not is_plain(weight):
+            module.weight = nn.Parameter(dense(weight), requires_grad=False)
+
+
+BLOCK = 256  # the number of weights that share a step
+STEPS = range(255, 223, -1)
+"""The codes that are tried for the largest scale of a block."""
+ROWS = 1024  # the number of rows that are converted at a time
+
+
+def exact_layout(name: str, weight: ExportableInt4Tensor) -> tuple[CudaCoalescedInt4Tensor, float]:
+    """Return the weight [N, K] in CUDA's layout, and the largest relative rounding of a scale.
+
+    The weight must satisfy ``has_whole_zeros``. Raises ValueError for scales outside the layout's range.
+    """
+    group, (rows, columns) = weight.group_size, weight.shape
+    scale, zero = weight.scale.t(), weight.zero_point.t()  # [N, groups]
+    _check_range(name, scale)
+    if group > BLOCK:
+        scale, zero = (values.repeat_interleave(group // BLOCK, 1) for values in (scale, zero))
+        group = BLOCK
+    codes, steps, rounding = zip(*map(_encoded, scale.unflatten(1, (-1, BLOCK // group)).split(ROWS)), strict=True)
+    ones = torch.ones(rows, columns // BLOCK, dtype=torch.float16)
+    packed = CudaCoalescedInt4Tensor(
+        weight.qdata,
+        torch.cat(codes),
+        torch.cat(steps),
+        zero.to(torch.uint8).contiguous(),
+        ones,
+        [1, group],
+        weight.shape,
+    )
+    return packed, max(rounding)
+
+
+def _encoded(scale: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Encode scales [N, blocks, groups of a block] as codes uint8 [N, groups] and steps fp16 [N, blocks]. Also return
+    the largest relative rounding."""
+    scale = scale.float()
+    largest = scale.amax(-1)
+    best = torch.full_like(largest, torch.inf)
+    step = torch.zeros_like(largest, dtype=torch.float16)
+    for code in STEPS:
+        tried = (largest / code).to(torch.float16)
+        error = _rounding(scale, _codes(scale, tried), tried)
+        better = error < best
+        best, step = torch.where(better, error, best), torch.where(better, tried, step)
+    return _codes(scale, step).to(torch.uint8).flatten(1), step, float(best.max())
+
+
+def _codes(scale: Tensor, step: Tensor) -> Tensor:
+    return (scale / step.float().clamp_min(1e-30).unsqueeze(-1)).round().clamp(0, 255)
+
+
+def _rounding(scale: Tensor, codes: Tensor, step: Tensor) -> Tensor:
+    """Return the largest relative rounding in each block, [N, blocks]. A scale of 0 is stored exactly."""
+    held = codes * step.float().unsqueeze(-1)
+    return ((held - scale).abs() / scale.clamp_min(1e-30)).amax(-1)
+
+
+def has_whole_zeros(weight: ExportableInt4Tensor) -> bool:
+    """Return True if every zero point is an integer from 0 to 255, which a step of 1 stores exactly."""
+    zero = weight.zero_point
+    return bool(((zero == zero.round()) & (zero >= 0) & (zero <= 255)).all())
+
+
+def _check_range(name: str, scale: Tensor) -> None:
+    least, most = scale.amin().item(), scale.amax().item()
+    if least < 0 or most > 255 * torch.finfo(torch.float16).max:
+        raise ValueError(
+            f"{name} has scales of {least:g} to {most:g}, but CUDA's INT4 layout holds 0 to 1.6e7: the checkpoint is "
+            "damaged, or another tool's"
+        )

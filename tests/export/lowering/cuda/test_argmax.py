@@ -6,7 +6,7 @@ from random_checkpoints import SIZE
 from torch._inductor.decomposition import select_decomp_table
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from eagle3.export.lowering.cuda.inductor.argmax import BLOCK, argmax_of_blocks, argmax_over_blocks, block_of
+from eagle3.export.lowering.cuda.inductor.fusion import BLOCK, argmax_of_blocks, argmax_over_blocks, block_of
 from eagle3.targets.attention import EagerAttention
 from eagle3.targets.decoder_layers import DecoderLayersTarget
 

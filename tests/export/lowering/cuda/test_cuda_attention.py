@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.backend import ranges
-from eagle3.export.lowering.cuda.graph.attention import CudaAttention
+from eagle3.export.lowering.cuda.graph.rotations import CudaAttention
 from eagle3.export.lowering.cuda.kernels import attention as kernels
 from eagle3.export.lowering.cuda.kernels import attention_chunk, attention_sums
 from eagle3.export.lowering.cuda.kernels.sums import counters
@@ -91,7 +91,7 @@ def assert_equals_eager(
         for kind in (EagerAttention, CudaAttention)
     )
     with patch(
-        "eagle3.export.lowering.cuda.graph.attention.attention", lambda *given: by_interpreter(*given, keys=keys)
+        "eagle3.export.lowering.cuda.graph.rotations.attention", lambda *given: by_interpreter(*given, keys=keys)
     ):
         for begin in range(0, start, window or start or 1):  # what the cache holds
             filled = inputs(begin, min(window or start, start - begin), 2 * groups, width)
@@ -177,7 +177,7 @@ class Drafting(Attend):
 )
 def test_a_block_attends_as_the_eager_reference_does(window, block):
     eager, ours = (Drafting(kind, window, block) for kind in (EagerAttention, CudaAttention))
-    with patch("eagle3.export.lowering.cuda.graph.attention.attention", by_interpreter):
+    with patch("eagle3.export.lowering.cuda.graph.rotations.attention", by_interpreter):
         for start, length in ((0, 20), (20, 60), (80, 1), (81, 16), (90, 5)):  # the last over the block before
             _, key, value, positions = inputs(start, length)
             given_now = key, value, positions, *inputs(start + length, 16)[:3]
@@ -343,7 +343,7 @@ def test_attention_splits_positions_for_few_rows_and_never_narrows_dynamic_lengt
         return ranges(torch.export.export(module, tuple(given_now), dynamic_shapes=dynamic, strict=False))
 
     before = exported()
-    with patch("eagle3.export.lowering.cuda.graph.attention.attention", launched):
+    with patch("eagle3.export.lowering.cuda.graph.rotations.attention", launched):
         assert list(exported().values()) == list(before.values())
     assert seen == [divided]
 

@@ -8,7 +8,7 @@ from cuda_lowered import function, lowered
 from torch import nn
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.inductor.loops import barriers_between_loops
+from eagle3.export.lowering.cuda.inductor.fusion import barriers_between_loops
 
 ROWS, WIDTH = 4, 16
 

@@ -27,12 +27,10 @@ from eagle3.export.lowering.cuda import backend
 from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, toolchain
 from eagle3.export.lowering.cuda.kernels import sums
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
-from eagle3.export.lowering.cuda.named_gpu.choices import choices
+from eagle3.export.lowering.cuda.named_gpu.choices import MORE, Tile, choices, nanoseconds
 from eagle3.export.lowering.cuda.named_gpu.compiling import OneConfiguration, compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import groups, usage
-from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device
-from eagle3.export.lowering.cuda.named_gpu.matmuls import MORE, Tile, nanoseconds
-from eagle3.export.lowering.cuda.named_gpu.operators import operators
+from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device, operators
 from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, on_named_gpu, weights_on_host
 from eagle3.runner.system.gpus import BY_ARCH

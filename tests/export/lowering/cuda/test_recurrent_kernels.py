@@ -19,15 +19,13 @@ from eagle3.export.lowering.cuda.graph.recurrent import STATES, CudaRecurrentPos
 from eagle3.export.lowering.cuda.kernels import advance
 from eagle3.export.lowering.cuda.kernels import recurrent as kernels
 from eagle3.export.lowering.cuda.kernels import recurrent_block as of_block
-from eagle3.targets.gated_delta import GatedDeltaState
-from eagle3.targets.kimi_delta import KimiDeltaState
+from eagle3.targets.gated_delta import GatedDeltaState, KimiDeltaState
 from eagle3.targets.mamba2 import Mamba2State
 from eagle3.targets.recurrent import RecurrentPositions
 from eagle3.targets.spec import ROLLBACK_ROWS
 
 pytestmark = pytest.mark.races(())  # tests/export/lowering/cuda/test_kernel_races.py
 RULES = {"delta": Rule(True), "kimi": Rule(True, channels=True), "mamba2": Rule(False)}
-STRONG = Rule(True, channels=True, strongest=60.0)
 D_V = RULES["delta"].d_v
 
 
@@ -48,11 +46,11 @@ def test_every_call_of_a_runner_gives_the_outputs_of_float64(rule, seed):
         assert max(walk(rule, seed)) < CLOSE
 
 
-@pytest.mark.parametrize("strongest", [60.0, pytest.param(400.0, marks=pytest.mark.whole)])
-def test_strong_decays_of_a_channel_leave_the_others_exact(strongest):
+@pytest.mark.parametrize("strongest", [400.0, pytest.param(60.0, marks=pytest.mark.whole)])
+def test_strong_decays_of_a_row_or_a_channel_leave_the_others_exact(rule, strongest):
     """``exp(-400)`` is 0 in float32, and its inverse is infinite."""
     with interpreted(kernels):
-        assert max(walk(STRONG._replace(strongest=strongest))) < CLOSE
+        assert max(walk(rule._replace(strongest=strongest))) < CLOSE
 
 
 def test_a_window_gives_the_bits_of_single_rows_however_many_are_accepted(rule):

@@ -21,8 +21,7 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 from triton.runtime import interpreter
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.graph.attention import CudaAttention
-from eagle3.export.lowering.cuda.graph.rotations import rotate_in_attention
+from eagle3.export.lowering.cuda.graph.rotations import CudaAttention, rotate_in_attention
 from eagle3.export.lowering.cuda.kernels import attention as kernels
 from eagle3.export.lowering.cuda.kernels import attention_chunk, attention_sums
 from eagle3.export.lowering.cuda.kernels import heads as helpers

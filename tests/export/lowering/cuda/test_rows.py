@@ -8,7 +8,7 @@ from cuda_lowered import function, lowered
 from torch import nn
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.inductor.rows import rows_in_registers
+from eagle3.export.lowering.cuda.inductor.fusion import rows_in_registers
 
 pytestmark = [
     pytest.mark.whole,

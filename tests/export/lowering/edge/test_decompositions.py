@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from eagle3.export.lowering.edge.decompositions import decomposed
-from eagle3.export.lowering.edge.values import description
+from eagle3.export.lowering.edge.operator_traces import description
 from eagle3.export.lowering.xnnpack.quantization import Recipe
 from eagle3.export.lowering.xnnpack.weight_conversion import quantize
 
