@@ -71,7 +71,7 @@ class Head(nn.Module):
         self, tokens: Tensor, feature: Tensor, input_pos: Tensor, anchors: Tensor, wanted: Tensor, pieces: Pieces
     ) -> tuple[Tensor, Tensor]:
         """Propose a chain after many rows of a text at once, for a measurement. A chain ends with the first proposal
-        that is not wanted. The head's attention is made by ``eagle3.export.fit.attention``.
+        that is not wanted. The head's attention is made by ``eagle3.export.checks.fit.chains``.
 
         Args:
             tokens, feature: as ``forward`` takes them, for the rows of a text
@@ -99,7 +99,7 @@ class Head(nn.Module):
                 scores, feature = self(tokens, feature, input_pos[rows] + step * self.has_cache)
             proposed = self.target_ids(scores)[0]
             kept = (proposed == wanted[chains, step]).nonzero()[:, 0]
-            chains, pieces.kept = chains[kept], kept
+            chains = chains[kept]
             hits[chains, step] = True
             if not len(chains):
                 break
