@@ -91,21 +91,22 @@ class HeldTensors(NoFiles):
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of N chains, each of K proposals behind a token of the texts."""
+    """The outcome of N chains, each of K proposals behind a token of the texts.
+
+    ``hits``, bool [N, K], is True if the proposal and all before it equal the target's tokens, as far as those are
+    ``known``, bool [N, K]: as long as the text continues with the target's own tokens. ``likelihood``, float [N], is
+    the logarithm of the probability that the head gives to the target's next token. ``lengths`` are the numbers of
+    chains of each text.
+    """
 
     hits: Tensor
-    """bool [N, K]: True if the proposal and all before it equal the target's tokens, as far as those are known."""
     known: Tensor
-    """bool [N, K]: True if the target's token is known there, which needs a text that continues with the target's own
-    tokens so far."""
     likelihood: Tensor
-    """float [N]: the logarithm of the probability that the head gives to the target's next token."""
     lengths: tuple[int, ...] = ()
-    """The number of chains of each text."""
 
     @property
     def accepted(self) -> Tensor:
-        """float [N], the number of accepted proposals of each chain, as far as the target's tokens are known."""
+        """float [N], the number of accepted proposals of each chain."""
         return self.hits.sum(1).float()
 
     @property

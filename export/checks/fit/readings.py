@@ -6,11 +6,11 @@ longer behind the same tokens, by more than the noise of all comparisons.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,18 +30,16 @@ CERTAIN = 1.96
 """The half-width of a 95% interval, in standard errors."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The number of tokens that a round is expected to give. ``rates`` holds, by position, the share of the rounds in
-    which the proposal and all before it are accepted."""
+class Expected(NamedTuple):
+    """The tokens that a round is expected to give, and by position the share of the rounds in which the proposal and
+    all before it are accepted, each with its 95% interval."""
 
     length: float
     interval: tuple[float, float]
-    rates: tuple[float, ...]
-    intervals: tuple[tuple[float, float], ...]
+    rates: list[float]
+    intervals: list[tuple[float, float]]
 
     def text(self) -> str:
-        """Return the length and its interval, such as "3.01 tokens (2.83 to 3.19)"."""
         return f"{self.length:.2f} tokens ({self.interval[0]:.2f} to {self.interval[1]:.2f})"
 
 
@@ -49,12 +47,10 @@ def expected(hits: Tensor, known: Tensor) -> Expected:
     """Return what to expect of chains, both bool [N, K] as in a ``Trial``. The rate at a position is measured over the
     chains whose earlier proposals were all accepted, where the text continues with the target's own tokens."""
     tried = known & torch.cat((torch.ones(len(hits), 1, dtype=torch.bool), hits[:, :-1]), 1)
-    counts, accepted = tried.sum(0).tolist(), (tried & hits).sum(0).tolist()
-    product, variance, behind = 1.0, 0.0, 0.0
-    steps: list[tuple[float, float, int]] = []
-    intervals: list[tuple[float, float]] = []
-    for count, good in zip(counts, accepted, strict=True):
-        rate = good / count if count else (steps[-1][1] if steps else 0.0)
+    product, variance, behind, rate = 1.0, 0.0, 0.0, 0.0
+    steps, intervals = [], []
+    for count, good in zip(tried.sum(0).tolist(), (tried & hits).sum(0).tolist(), strict=True):
+        rate = good / count if count else rate
         low, high = wilson(rate, count)
         intervals.append((product * low, product * high))
         steps.append((product, rate, max(1, count)))
@@ -64,7 +60,7 @@ def expected(hits: Tensor, known: Tensor) -> Expected:
         behind = rate * (1 + behind)
     length, reach = 1.0 + behind, CERTAIN * variance**0.5
     bounds = max(1.0, length - reach), min(1.0 + len(steps), length + reach)
-    return Expected(length, bounds, tuple(before * rate for before, rate, _ in steps), tuple(intervals))
+    return Expected(length, bounds, [before * rate for before, rate, _ in steps], intervals)
 
 
 def wilson(rate: float, count: int) -> tuple[float, float]:
@@ -76,38 +72,27 @@ def wilson(rate: float, count: int) -> tuple[float, float]:
     return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
 
 
-def mean_and_error(values: Tensor, block: int = 4) -> tuple[float, float]:
-    """Return the mean of values [N] and its standard error, where each ``block`` of neighbours counts as one value."""
-    if len(values) < 2 * block:
-        block = 1
+def mean_and_error(values: Tensor) -> tuple[float, float]:
+    """Return the mean of values [N] and its standard error, where four neighbours count as one value."""
+    block = 4 if len(values) >= 8 else 1
     means = values[: len(values) // block * block].view(-1, block).mean(1)
     error = float(means.std() / math.sqrt(len(means))) if len(means) > 1 else math.inf
     return float(values.mean()), error
 
 
-def z_for(comparisons: int) -> float:
-    """Return the number of standard errors that the best of ``comparisons`` results exceeds by chance with the
-    probability ``FALSE_ALARM``."""
-    return NormalDist().inv_cdf(1 - FALSE_ALARM / max(1, comparisons))
+def exceeds(values: Tensor, bound: float, comparisons: int) -> bool:
+    """Return True if the mean of values [N] is above a bound, beyond what the best of so many results is above it by
+    chance with the probability ``FALSE_ALARM``."""
+    mean, error = mean_and_error(values)
+    return mean > bound + NormalDist().inv_cdf(1 - FALSE_ALARM / comparisons) * error
 
 
 def clearly_better(trial: Trial, other: Trial, comparisons: int) -> bool:
     """Return True if the chains of ``trial`` are longer than those of ``other`` behind the same tokens, beyond the
-    noise of ``comparisons`` comparisons: that of the lengths, or that of the tokens' likelihoods, which show a
-    difference sooner."""
-    longer = trial.accepted - other.accepted
-    if float(longer.mean()) <= LEAST_GAIN * (1 + float(other.accepted.mean())):
-        return False
-    gains = (mean_and_error(gain) for gain in (longer, trial.likelihood - other.likelihood))
-    return any(mean > z_for(comparisons) * error for mean, error in gains)
-
-
-def works(trial: Trial, chance: float, comparisons: int) -> bool:
-    """Return True if the first proposals are accepted as often as a trained head's, and more often than one fixed
-    token, ``chance``, beyond the noise of ``comparisons`` comparisons."""
-    mean, error = mean_and_error(trial.first)
-    least = (chance * (1 - chance) / len(trial.first)) ** 0.5
-    return mean >= LEAST_FIRST and mean - z_for(comparisons) * max(error, least) > chance
+    noise of all comparisons: that of the lengths, or of the tokens' likelihoods, which show a difference sooner."""
+    longer, likelier = trial.accepted - other.accepted, trial.likelihood - other.likelihood
+    enough = float(longer.mean()) > LEAST_GAIN * (1 + float(other.accepted.mean()))
+    return enough and (exceeds(longer, 0, comparisons) or exceeds(likelier, 0, comparisons))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,13 +113,13 @@ class Tried:
         return float(self.trial.likelihood.mean())
 
     def as_json(self) -> dict[str, Any]:
-        each = self.expected
+        length, interval, rates, intervals = self.expected
         return {
             "changes": {name: list(to) if isinstance(to, tuple) else to for name, to in self.changes.items()},
-            "acceptance_length": round(each.length, 3),
-            "interval": [round(bound, 3) for bound in each.interval],
-            "by_position": [round(rate, 4) for rate in each.rates],
-            "by_position_intervals": [[round(bound, 4) for bound in bounds] for bounds in each.intervals],
+            "acceptance_length": round(length, 3),
+            "interval": [round(bound, 3) for bound in interval],
+            "by_position": [round(rate, 4) for rate in rates],
+            "by_position_intervals": [[round(bound, 4) for bound in each] for each in intervals],
             "first_accepted": round(float(self.trial.first.mean()), 4),
             "tokens": len(self.trial.hits),
         }
@@ -157,7 +142,8 @@ class Search:
         best = self._best()
         if best is own and self._works(own):
             return FITS, own
-        self._try_changes(max(self.tried[1:], key=lambda each: each.likelihood, default=own) if best is own else best)
+        likeliest = max(self.tried[1:], key=lambda each: each.likelihood, default=own)
+        self._try_changes(likeliest if best is own else best)
         best = self._best()
         if not self._works(best):
             return NO_PAIR, own
@@ -171,22 +157,28 @@ class Search:
         return Tried(reading, changes, trial, expected(trial.hits[counted], trial.known[counted]))
 
     def _works(self, tried: Tried) -> bool:
-        return works(tried.trial, self.chance, len(self.tried))
+        """Return True if the first proposals are accepted as a trained head's are, and more than one fixed token."""
+        first = tried.trial.first
+        return float(first.mean()) >= LEAST_FIRST and exceeds(first, self.chance, len(self.tried))
 
     def _try_changes(self, base: Tried) -> None:
         """Run the readings with one further field changed that have not been run yet."""
-        for reading in self._changed(base.reading):
-            changes = changed_fields(self.fields, self.tried[0].reading, reading)
+        file = self.tried[0].reading
+        for reading in self._changed(base.reading, file):
+            changes = {
+                each.name: each.value(reading) for each in self.fields if each.value(reading) != each.value(file)
+            }
+            if "aux_convention" in changes:
+                del changes["aux_convention" if changes["aux_convention"] is None else "aux_layers"]
             if all(changes != each.changes for each in self.tried):
                 # the head's tensors may not have the shapes of this reading
                 with suppress(RuntimeError, ValueError, AssertionError, IndexError):
                     self.tried.append(self._run(reading, changes))
 
-    def _changed(self, base: HeadReading) -> Iterable[HeadReading]:
-        """Yield the readings with one field changed, to the values worth trying beside those of ``base`` or of the
-        files."""
+    def _changed(self, base: HeadReading, file: HeadReading) -> Iterator[HeadReading]:
+        """Yield the readings with one field changed, to the values worth trying beside those of both."""
         for field in self.fields:
-            known = [each for each in (base, self.tried[0].reading) if field.value(each) is not None]
+            known = [each for each in (base, file) if field.value(each) is not None]
             for value in dict.fromkeys(value for each in known for value in field.others(each)):
                 with suppress(ValueError):  # the two fields may exclude each other
                     yield field.applied(base, value)
@@ -199,11 +191,3 @@ class Search:
         top = max(better, key=lambda each: each.accepted, default=own)
         alike = [each for each in better if not clearly_better(top.trial, each.trial, 1)]
         return max(alike, key=lambda each: (-len(each.changes), round(each.likelihood, 3), each.accepted), default=own)
-
-
-def changed_fields(fields: Sequence[Field], file: HeadReading, reading: HeadReading) -> dict[str, Any]:
-    """Return the fields in which a reading differs from the files', with their values."""
-    changes = {each.name: each.value(reading) for each in fields if each.value(reading) != each.value(file)}
-    if "aux_convention" in changes:
-        del changes["aux_convention" if changes["aux_convention"] is None else "aux_layers"]
-    return changes

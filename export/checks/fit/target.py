@@ -7,16 +7,17 @@ one pass over the checkpoint. The values are those of the loaded target, bit for
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from eagle3.export.checkpoints.random_folder import LAYER
+from eagle3.export.checkpoints.source import Source
 from eagle3.export.checks.fit import texts
 from eagle3.export.planning.plan import LARGE, Plan
 from eagle3.export.speculator.tensor_files import return_freed_memory
@@ -25,6 +26,7 @@ from eagle3.targets import TapTarget
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 from eagle3.targets.input_order import INPUT_ORDER
 from eagle3.targets.loading import dequantized
+from eagle3.targets.spec import Skeleton
 
 DTYPE = torch.float32
 BLOCK_ROWS = 2048
@@ -38,17 +40,9 @@ MOST_SECONDS = 60.0
 """The longest estimated time of a measurement that the user did not ask for."""
 
 
-class Cost(NamedTuple):
-    """The estimated cost of a measurement. ``streamed``: the target is computed a layer at a time, since it does not
-    fit into memory whole."""
-
-    streamed: bool
-    bytes: int
-    seconds: float
-
-
-def cost(plan: Plan) -> Cost:
-    """Estimate a measurement of the plan's head on the texts that ship, on this machine."""
+def cost(plan: Plan) -> tuple[bool, int, float]:
+    """Estimate a measurement of the plan's head on this machine: whether the target is computed a layer at a time,
+    since it does not fit into memory whole; the bytes of memory; the seconds."""
     config, head, layers = plan.target_config, plan.draft, names_by_layer(plan).values()
     sizes = {name: header.elements for name, header in plan.target_headers.items()}
     in_layers = [sum(sizes.get(name, 0) for name in names) for names in layers]
@@ -65,7 +59,7 @@ def cost(plan: Plan) -> Cost:
     if streamed:  # two layers: beside the one that runs, what is read or merged
         held -= 4 * (sum(in_layers) - 2 * max(in_layers, default=0) + (texts.SEGMENTS - texts.STREAMED) * states)
         seconds += sum(header.bytes for header in plan.target_headers.values()) / READ_A_SECOND
-    return Cost(streamed, held, seconds)
+    return streamed, held, seconds
 
 
 def why_not_measured(plan: Plan, asked: bool) -> str | None:
@@ -83,21 +77,20 @@ def why_not_measured(plan: Plan, asked: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Seen:
-    """One piece of text with the target's states. ``begin`` is the index of the first token that may be the anchor of a
-    round."""
+    """What the target computed of one text of T tokens.
+
+    ``greedy``, int64 [T], is its greedy token after each token. ``states``, each [1, T, H], are the inputs of layers
+    and the last layer's output, as in transformers' ``hidden_states``, and ``final`` is the state after the final norm.
+    The first token that may be the anchor of a round is at ``begin``. ``kept`` has keys and values of the last layer of
+    each kind, for heads that attend to the target's cache.
+    """
 
     tokens: Tensor
-    """int64 [T]"""
     greedy: Tensor
-    """int64 [T], the target's greedy token after each token"""
     states: tuple[Tensor, ...]
-    """The states by layer, each [1, T, H]: the inputs of the layers, then the last layer's output before the final
-    norm, as in transformers' ``hidden_states``."""
     final: Tensor
-    """[1, T, H], the state after the target's final norm."""
     begin: int
     kept: dict[str, tuple[Tensor, ...]]
-    """Keys and values of the last layer of each kind, for heads that attend to the target's cache."""
 
 
 class Measured:
@@ -108,7 +101,7 @@ class Measured:
     def __init__(self, plan: Plan, text: Path | None = None, seed: int = 0, stream: bool | None = None):
         """Compute the target; with ``stream`` a layer at a time, by default where it does not fit into memory."""
         start, self.seed, config = time.monotonic(), seed, plan.target_config
-        self.streamed = cost(plan).streamed if stream is None else stream
+        self.streamed = cost(plan)[0] if stream is None else stream
         small = sum(header.bytes for header in plan.target_headers.values()) < LARGE
         self.written = small and not self.streamed  # a token that is written takes a pass over the checkpoint
         length, count = (texts.PROMPT, texts.WRITTEN) if self.written else (texts.GIVEN, 0)
@@ -221,7 +214,9 @@ def streamed(plan: Plan, slots: int) -> TapTarget:
 
     def at_first() -> Iterator[tuple[str, Tensor]]:
         yield from source.some(lambda name: name not in later)
-        shapes = {name: header.shape for name, header in source.headers().items() if not _orders(name)}
+        shapes = {
+            name: header.shape for name, header in source.headers().items() if not name.endswith(f".{INPUT_ORDER}")
+        }
         yield from ((name, torch.empty(shapes[name], device="meta")) for name in later & shapes.keys())
 
     def convert(name: str, value: Tensor) -> Tensor:
@@ -231,25 +226,22 @@ def streamed(plan: Plan, slots: int) -> TapTarget:
     model = next(each for each in target.modules() if type(each) is type(plan.skeleton.model))
     skeleton = replace(plan.skeleton, model=model)
 
-    def fill(index: int) -> None:
-        skeleton.fill(source.some(names[index].__contains__), DTYPE, dequantized)
-
     for index, layer in layers_of(model).items():
-        _fill_when_called(layer, lambda index=index: fill(index))
+        _fill_when_called(layer, skeleton, source, names[index])
     return target
 
 
-def _fill_when_called(layer: nn.Module, fill: Callable[[], None]) -> None:
+def _fill_when_called(layer: nn.Module, skeleton: Skeleton, source: Source, names: set[str]) -> None:
     """Let a layer's tensors be read when it is called, and drop them behind the call."""
     held: list[Any] = [each for module in layer.modules() for each in (module._parameters, module._buffers)]
     absent = [(each, name, value) for each in held for name, value in each.items() if is_absent(value)]
 
     def read(*_call: object) -> None:
-        fill()
+        skeleton.fill(source.some(names.__contains__), DTYPE, dequantized)
         if missing := [name for each, name, _ in absent if is_absent(each[name])]:
             raise ValueError(
-                f"a layer's {missing[0]} is not with its other tensors in the checkpoint, so the target is not "
-                "computed a layer at a time: type --no-fit"
+                f"{source.path}: a layer's {missing[0]} is not with its other tensors, so the target is not computed a "
+                "layer at a time: type --no-fit"
             )
 
     def drop(*_call: object) -> None:
@@ -261,16 +253,12 @@ def _fill_when_called(layer: nn.Module, fill: Callable[[], None]) -> None:
     layer.register_forward_hook(drop, always_call=True)
 
 
-def _orders(name: str) -> bool:
-    return name.rpartition(".")[2] == INPUT_ORDER
-
-
 def names_by_layer(plan: Plan) -> dict[int, set[str]]:
     """Return the checkpoint's names of the decoder layers' tensors, by layer."""
     found: dict[int, set[str]] = defaultdict(set)
     for name in plan.target_source.headers():
         layer = LAYER.match(name)
-        if layer is not None and (_orders(name) or plan.skeleton.key_map(name) is not None):
+        if layer is not None and (name.endswith(f".{INPUT_ORDER}") or plan.skeleton.key_map(name) is not None):
             found[int(layer[2])].add(name)
     return found
 

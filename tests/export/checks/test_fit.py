@@ -22,22 +22,26 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.common.pieces import Pieces
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.draft.loading import load_draft
 from eagle3.export.fit_command import main
 from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention, KVCacheShape
 
-TEXT = {"SEGMENTS": 4, "WRITTEN": 48}
-"""Half of the tokens that ``eagle3-fit`` takes."""
+ORDER, NORM = "tap_order=0,1,2", "--norm-before-residual true"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_text():
+    """Let everything be measured on half of the tokens that ``eagle3-fit`` takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "SEGMENTS", 4)
+        patch.setattr(texts, "WRITTEN", 48)
+        yield
 
 
 @pytest.fixture(scope="module")
-def measured():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in TEXT.items():
-            patch.setattr(texts, name, value)
-        return Measured(plan_of("draft"))
+def measured(short_text):
+    return Measured(plan_of("draft"))
 
 
 def reading_of(plan: Plan) -> HeadReading:
@@ -72,33 +76,22 @@ def test_a_shipped_head_fits_and_gives_the_tokens_that_are_expected(measured, he
     assert fit.verdict == "fits" and fit.best is fit.file and not fit.best.changes
     (low, high), length = fit.file.expected.interval, played(plan, measured)
     assert 1.7 < low < length < high
-    assert length == pytest.approx(
-        fit.file.expected.length, abs=0.15
-    )  # the rounds that the text's end cuts are missing
+    assert length == pytest.approx(fit.file.expected.length, abs=0.15)  # without the rounds that the end cuts
+
+
+FAULTS = [
+    ("draft", {"norm_before_residual": False, "tap_order": (1, 2, 0)}, f"{ORDER} {NORM}"),
+    ("assistant", {"embeds_as_target": False}, "embeds_as_target=true"),
+    ("assistant", {"state": "last_layer"}, "state=normed"),
+    ("draft", {"tap_order": (2, 1, 0)}, ORDER),
+    ("peagle", {"tap_order": (2, 0, 1)}, ORDER),
+    ("dflash", {"embeds_as_target": True}, "embeds_as_target=false"),
+    ("dflash", {"aux_convention": "output", "tap_order": (0, 2, 1)}, f"--aux-convention input --read {ORDER}"),
+]
 
 
 @pytest.mark.first(2)
-@pytest.mark.parametrize(
-    ("head", "fault", "typed"),
-    [
-        (
-            "draft",
-            {"norm_before_residual": False, "tap_order": (1, 2, 0)},
-            "tap_order=0,1,2 --norm-before-residual true",
-        ),
-        ("assistant", {"embeds_as_target": False}, "embeds_as_target=true"),
-        ("assistant", {"state": "last_layer"}, "state=normed"),
-        ("draft", {"norm_before_residual": False}, "--norm-before-residual true"),
-        ("draft", {"tap_order": (2, 1, 0)}, "tap_order=0,1,2"),
-        ("peagle", {"tap_order": (2, 0, 1)}, "tap_order=0,1,2"),
-        ("dflash", {"embeds_as_target": True}, "embeds_as_target=false"),
-        (
-            "dflash",
-            {"aux_convention": "output", "tap_order": (0, 2, 1)},
-            "--aux-convention input --read tap_order=0,1,2",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("head", "fault", "typed"), FAULTS)
 def test_the_reading_that_undoes_a_fault_is_found_and_named(measured, head, fault, typed):
     fit = measure_head(measured, broken(head, **fault))
     assert fit.verdict == "another reading" and fit.typed(fit.best).removeprefix("--read ") == typed
@@ -170,26 +163,6 @@ def test_every_row_of_a_chain_attends_to_what_it_would_see_if_its_chain_were_the
         torch.testing.assert_close(torch.cat([each[:, place, None] for each in found], 1), torch.cat(out[anchor:], 1))
 
 
-def test_chains_behind_many_rows_equal_those_of_the_head_with_its_cache(measured):
-    plan, seen, rows = plan_of("draft"), measured.seen[0], list(range(31, 75, 4))
-    reading, trials = reading_of(plan), Trials(reading_of(plan), measured)
-    feature = trials.head(reading, 4).fuse(tuple(seen.states[tap] for tap in plan.taps))[:, :-1]
-    head = load_draft(plan.draft, 200, torch.float32, EagerAttention, measured.target)
-    wanted = torch.zeros(len(rows), 4, dtype=torch.long)
-    for place, row in enumerate(rows):
-        token, state, at = seen.tokens[None, 1 : row + 2], feature[:, : row + 1], torch.arange(row + 1)
-        for step in range(4):
-            logits, recurrent = head(token, state, at)
-            token, state, at = head.target_ids(logits[:, -1:]), recurrent[:, -1:], at[-1:] + 1
-            wanted[place, step] = token
-    for steps in range(5):  # a chain whose proposal number ``steps`` is not wanted ends there
-        other = wanted.clone()
-        other[::2, steps:] = -1
-        given = seen.tokens[None, 1:], feature, torch.arange(feature.shape[1]), torch.tensor(rows), other
-        hits, _ = trials.head(reading, 4).chains(*given, trials.pieces)
-        assert hits.sum(1).tolist() == [steps if place % 2 == 0 else 4 for place in range(len(rows))]
-
-
 def test_blocks_behind_a_given_text_are_drafted_after_every_nth_token(measured, monkeypatch):
     plan = plan_of("dflash")
     reading = reading_of(plan)
@@ -234,9 +207,7 @@ def test_a_text_is_not_padded_as_its_tokenizer_says(tmp_path: Path):
     assert texts.pieces(tmp_path, 2048, 64, 1, text=tmp_path / "text.jsonl") == [("text.jsonl", wanted)]
 
 
-def test_the_command_compares_heads_and_names_the_flag_for_a_wrong_norm(tmp_path: Path, monkeypatch):
-    for name, value in TEXT.items():
-        monkeypatch.setattr(texts, name, value)
+def test_the_command_compares_heads_and_names_the_flag_for_a_wrong_norm(tmp_path: Path):
     shutil.copytree(HEADS["draft"], tmp_path / "head")
     file = tmp_path / "head" / "config.json"
     file.write_text(file.read_text().replace('"norm_before_residual": true', '"norm_before_residual": false'))
@@ -250,8 +221,6 @@ def test_the_command_compares_heads_and_names_the_flag_for_a_wrong_norm(tmp_path
 
 
 def test_an_export_that_only_measures_prints_the_table_of_readings_and_writes_nothing(tmp_path: Path, monkeypatch):
-    for name, value in TEXT.items():
-        monkeypatch.setattr(texts, name, value)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(export, ["--target-model", "gemma4-tiny", "--backend", "xnnpack", "--fit-only"])
     assert done.exit_code == 0, done.output
