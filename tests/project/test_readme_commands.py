@@ -31,7 +31,7 @@ from eagle3.runner.commands.inspect import main as inspect_main
 from eagle3.runner.commands.run import main as run_main
 from eagle3.runner.serve.cli import main as serve_main
 
-ROOMS = ("", "export/", "export/draft/", "export/fit/", "export/lowering/cuda/", "export/lowering/edge/")
+ROOMS = ("", "export/", "export/draft/", "export/checks/fit/", "export/lowering/cuda/", "export/lowering/edge/")
 ROOMS += ("export/lowering/xnnpack/", "runner/", "runner/serve/", "scripts/", "targets/", "targets/gemma4_tiny/")
 READMES = (".github/CONTRIBUTING.md", *(f"{room}README.md" for room in ROOMS))
 MEASURED = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[ers]*/**/measured.md")))
