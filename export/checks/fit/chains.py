@@ -82,7 +82,7 @@ class HeldTensors(NoFiles):
     def __init__(self, reading: HeadReading):
         source, names = reading.draft.source, set(reading.draft.tensor_names)
         super().__init__(source.path)
-        read = source.some(names.__contains__)
+        read = ((name, value) for name, value in source.tensors() if name in names)
         self.held = [(name, value.to(DTYPE) if value.is_floating_point() else value) for name, value in read]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
