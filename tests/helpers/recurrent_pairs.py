@@ -58,7 +58,7 @@ def trained(plan: Plan, measured: Measured) -> Plan:
         optimizer.zero_grad()
         for seen in measured.seen:
             tokens, rows = seen.tokens[None], torch.arange(len(seen.tokens) - 2)
-            feature = head.fuse(tuple(state[:, :-2] for state in seen.feature_of(plan.taps)))
+            feature = head.fuse(tuple(seen.states[tap][:, :-2] for tap in plan.taps))
             pieces.step = 0
             logits, feature = head(tokens[:, 1:-1], feature, rows)
             pieces.step, pieces.anchors = 1, rows[:-1]

@@ -151,7 +151,8 @@ def test_each_text_of_a_target_with_states_is_transformers_own(name, tmp_path, m
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", PLAYED)
-def test_the_runners_loop_gives_the_expected_tokens_for_a_target_with_states(name, tmp_path):
+def test_the_runners_loop_gives_the_expected_tokens_for_a_target_with_states(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "SEGMENTS", 4)
     plan, _ = recurrent_plan(name, tmp_path)
     measured = Measured(plan)
     plan = trained(plan, measured)
