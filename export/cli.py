@@ -337,15 +337,10 @@ def main(as_json: bool, list_targets: bool, list_drafts: bool, download: bool, *
     if config.dry_run:
         known = prepare(config, download=download)
 
-        from eagle3.export.fit.dry_run import quantization_of
         from eagle3.export.report import plan_json, plan_text
 
         facts = plan_json(known.plan) | {"twin": known.twin, "repositories": known.sources.as_json()}
-        lines = list(known.sources.lines())
-        if (found := quantization_of(known.plan, weights_here=not known.sources.missing)) is not None:
-            line, facts["quantization"] = found
-            lines.append(line)
-        click.echo(json.dumps(facts) if as_json else plan_text(known.plan, lines))
+        click.echo(json.dumps(facts) if as_json else plan_text(known.plan, list(known.sources.lines())))
         return
     exported = export(config, download=download)
 

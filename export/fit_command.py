@@ -45,7 +45,6 @@ Examples:
     show_default=True,
     help="The backend for which the best chain length is computed.",
 )
-@click.option("--plot", type=click.Path(path_type=Path), help="Write a plot of acceptance by position and by reading.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @version_option
 def main(
@@ -57,7 +56,6 @@ def main(
     read: tuple[str, ...],
     target_model: str,
     backend: str,
-    plot: Path | None,
     as_json: bool,
 ) -> None:
     """Measure how HEADS of TARGET are to be read, and how many tokens a round they give.
@@ -83,10 +81,6 @@ def main(
         fit=True,
         fit_only=True,
     )
-    if plot is not None:
-        from eagle3.export.fit.plot import check_plot
-
-        check_plot(plot)
     from eagle3.export.hub.sources import check_typed
 
     configs = [replace(config, draft=head) for head in heads]
@@ -95,7 +89,7 @@ def main(
 
     from eagle3.export.fit_heads import fit_heads
 
-    fit_heads(configs, as_json, seed, plot=plot)
+    fit_heads(configs, as_json, seed)
 
 
 if __name__ == "__main__":

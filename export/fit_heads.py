@@ -1,34 +1,28 @@
-"""Measures the heads of a target, and prints tables or JSON."""
+"""Measures the heads of a target for ``eagle3-fit`` and ``eagle3-export --fit-only``, and prints tables or JSON."""
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import click
 
+from eagle3.export.checks.fit.measure import Fit, measure_head
+from eagle3.export.checks.fit.readings import Tried
+from eagle3.export.checks.fit.target import Measured, why_not_measured
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.exporting import weights_at_hand
-from eagle3.export.fit.cost import why_not_measured
-from eagle3.export.fit.fitting import Fit, Measured
-from eagle3.export.fit.report import show
 from eagle3.export.output.progress import Progress
+from eagle3.runner.system.tables import show_tables, table
+
+FIGURES = ("tokens a round", "95%", "by position")
 
 
-def fit_heads(
-    configs: Sequence[ExportConfig],
-    as_json: bool,
-    seed: int = 0,
-    download: bool = False,
-    plot: Path | None = None,
-) -> None:
+def fit_heads(configs: Sequence[ExportConfig], as_json: bool, seed: int = 0, download: bool = False) -> None:
     """Measure each configuration's head on the same text of their target, and print the results.
 
     Raises ValueError if a head cannot be measured.
     """
     progress, measured = Progress(), None
     found: dict[str, Fit] = {}
-    of_quantization: dict[str, tuple[str, dict[str, Any]]] = {}
     for config in configs:
         with weights_at_hand(config, download) as plan:
             if not plan.has_draft:
@@ -39,20 +33,31 @@ def fit_heads(
                 with progress.stage("target over the text"):
                     measured = Measured(plan, config.text, seed)
             with progress.stage(f"readings of {plan.draft.folder.name}"):
-                name = str(config.draft or plan.draft.folder.name)
-                found[name] = measured.fit(plan)
-            if (said := measured.said_of_quantization(plan)) is not None:
-                of_quantization[name] = said
-    if plot is not None:
-        from eagle3.export.fit.plot import draw
-
-        draw(found, plot)
-    if as_json:
-        entries = {name: fit.as_json() for name, fit in found.items()}
-        for name, (_, entry) in of_quantization.items():
-            entries[name]["quantization"] = entry
-        click.echo(json.dumps(next(iter(entries.values())) if len(entries) == 1 else {"heads": entries}))
+                found[str(config.draft or plan.draft.folder.name)] = measure_head(measured, plan)
+    if not as_json:
+        _show(found)
         return
-    show(found)
-    for name, (line, _) in of_quantization.items():
-        click.echo(f"{name}: {line}")
+    entries = {name: fit.as_json() for name, fit in found.items()}
+    click.echo(json.dumps(next(iter(entries.values())) if len(entries) == 1 else {"heads": entries}))
+
+
+def _show(found: dict[str, Fit]) -> None:
+    """Print a table of each head's readings and its lines. Several heads are first listed in one table."""
+    if len(found) > 1:
+        ordered = sorted(found.items(), key=lambda each: -each[1].best.expected.length)
+        rows = [(name, fit.verdict, *_reading(fit, fit.best)) for name, fit in ordered]
+        columns = ("head", "verdict", "reading", *FIGURES)
+        show_tables("heads of one target", [table("Heads", columns, rows, numbers=FIGURES)])
+    for name, fit in found.items():
+        rows = [(*_reading(fit, each), "*" if each is fit.best else "") for each in fit.ordered]
+        title = f"Readings ({fit.facts['text']})"
+        show_tables(name, [table(title, ("reading", *FIGURES, "best"), rows, numbers=FIGURES)])
+        for line in fit.lines():
+            click.echo(line)
+
+
+def _reading(fit: Fit, tried: Tried) -> tuple[str, ...]:
+    found = tried.expected
+    low, high = found.interval
+    rates = " ".join(f"{rate:.2f}" for rate in found.rates)
+    return fit.typed(tried) or "as its files say", f"{found.length:.2f}", f"{low:.2f} to {high:.2f}", rates

@@ -11,9 +11,9 @@ from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checks.artifact import check_artifact, why_not
+from eagle3.export.checks.fit.measure import fitted
 from eagle3.export.checks.preflight import check_export_memory
 from eagle3.export.draft.loading import load_draft
-from eagle3.export.fit.before_export import fitted
 from eagle3.export.lowering.backend import load_backend
 from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
 from eagle3.export.output.folder import full_disk_named, whole_folder

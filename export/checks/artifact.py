@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3.export.checks.fit.readings import NO_PAIR
+from eagle3.export.checks.fit.target import why_not_measured
+from eagle3.export.checks.gain import Rounds, gain_lines, gain_record
 from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.draft.kinds import MTP
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE, IGNORED_BASE
-from eagle3.export.fit.cost import why_not_measured
-from eagle3.export.fit.gain import Rounds, gain_lines, gain_record
-from eagle3.export.fit.verdict import NO_PAIR
 from eagle3.export.lowering.backend import load_backend
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator

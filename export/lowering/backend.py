@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from eagle3.export.planning.plan import Plan
     from eagle3.export.speculator.speculator import Eagle3Speculator
     from eagle3.targets.attention import AttentionFactory
-    from eagle3.targets.spec import Convert
 
 
 class WeightConversion(Protocol):
@@ -72,13 +71,6 @@ class Backend(Protocol):
     def pack(self, speculator: "Eagle3Speculator", plan: "Plan", folder: "Path", /) -> dict[str, Any]:
         """Rearrange merged weights in place, large ones in files on the disk of ``folder``. Return the manifest's entry
         on their layouts."""
-
-    def measured_conversion(self, plan: "Plan") -> "Convert":
-        """Return a conversion of the target's tensors to ones that this machine computes with in float32, and that have
-        the values of the artifact's weights. Raises ValueError if weights are quantized on a GPU alone."""
-
-    def prepare_measured(self, speculator: "Eagle3Speculator", plan: "Plan") -> None:
-        """Rewrite the draft head's weights as ``prepare`` does, to ones as ``measured_conversion`` gives."""
 
     def tracing(self, speculator: "Eagle3Speculator", plan: "Plan", /) -> AbstractContextManager[None]:
         """Return the context in which each method is traced."""

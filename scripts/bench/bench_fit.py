@@ -1,10 +1,10 @@
 """Measures the time and the memory that ``eagle3-fit`` takes at published widths, with random weights.
 
     python scripts/bench/bench_fit.py --target qwen3-4B --draft eagle3
-    python scripts/bench/bench_fit.py --target gemma4-31B --layers 6 --draft dflash --qlinear 8da4w
+    python scripts/bench/bench_fit.py --target gemma4-31B --layers 6 --draft dflash
 
 The command writes a bfloat16 checkpoint and a head into a folder, runs ``eagle3-export --fit-only`` on them in a
-process of its own, and samples that process's memory. A head of random weights is no pair: the readings with two
+process of its own, and samples that process's memory. A head of random weights is no pair: readings with two
 changes are tried as well, more than of a head that fits.
 """
 
@@ -27,23 +27,22 @@ GEMMA4 = "gemma4-31B"
 @click.option("--target", type=click.Choice([*CPU_MODELS, GEMMA4]), default="qwen3-4B", show_default=True)
 @click.option("--layers", type=click.IntRange(1), help="The number of layers. Default: all.")
 @click.option("--draft", type=click.Choice(list(HEADS)), default="eagle3", help="Kind of head.", show_default=True)
-@click.option("--qlinear", help="Measure what this recipe costs as well; as for eagle3-export.")
 @click.option(
     "--folder", type=click.Path(path_type=Path), help="Keep the checkpoints here, and use those that are there."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(target: str, layers: int | None, draft: str, qlinear: str | None, folder: Path | None, as_json: bool) -> None:
+def main(target: str, layers: int | None, draft: str, folder: Path | None, as_json: bool) -> None:
     """Measure how long a measurement of a head takes, and how much memory.
 
     \b
     Examples:
       python scripts/bench/bench_fit.py --target qwen3-4B --draft eagle3
-      python scripts/bench/bench_fit.py --target gemma4-31B --layers 6 --qlinear 8da4w
+      python scripts/bench/bench_fit.py --target gemma4-31B --layers 6
     """
     with tempfile.TemporaryDirectory() as temporary:
         place = folder or Path(temporary)
         save(place, target, layers, draft)
-        result = measure(place, target, draft, qlinear)
+        result = measure(place, target, draft)
     if as_json:
         click.echo(json.dumps(result))
         return
@@ -62,11 +61,10 @@ def save(place: Path, target: str, layers: int | None, draft: str) -> None:
         save_for_cpu(place, target, CPU_MODELS[target](*([layers] if layers else [])), draft)
 
 
-def measure(place: Path, target: str, draft: str, qlinear: str | None) -> dict[str, Any]:
+def measure(place: Path, target: str, draft: str) -> dict[str, Any]:
     """Measure the head, and return seconds, peak memory and what the measurement found."""
     command = [sys.executable, "-m", "eagle3.export.cli", "--fit-only", "--json", "--target-model", target]
     command += ["--checkpoint", str(place / TARGET), "--draft", str(place / draft), "--backend", "xnnpack"]
-    command += ["--qlinear", qlinear] if qlinear else []
     with (place / "fit.json").open("w+") as printed:
         peaks, seconds = watched(command, printed)
         printed.seek(0)
@@ -81,7 +79,6 @@ def measure(place: Path, target: str, draft: str, qlinear: str | None) -> dict[s
         "peak_anonymous_gib": round(peaks["RssAnon"], 2),
         "peak_resident_gib": round(peaks["VmHWM"], 2),
         "verdict": found["verdict"],
-        "quantization": found.get("quantization"),
     }
 
 

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
+from eagle3.export.checks.fit.chains import Trials
+from eagle3.export.checks.fit.measure import Fit, measure_head, read_plan
+from eagle3.export.checks.fit.readings import ANOTHER, CERTAIN, FITS, LEAST_GAIN, NO_PAIR, mean_and_error
+from eagle3.export.checks.fit.target import Measured, few_threads
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.common.field import HeadReading
 from eagle3.export.draft.kinds import KINDS
-from eagle3.export.fit.fitting import Fit, Measured, few_threads, read_plan
-from eagle3.export.fit.trials import Trials, mean_and_error
-from eagle3.export.fit.verdict import ANOTHER, CERTAIN, FITS, LEAST_GAIN, NO_PAIR
 from eagle3.export.lowering.backend import load_backend
 from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.plan import Plan, make_plan
@@ -87,9 +88,7 @@ def judged(fit: Fit, fault: Fault, right: HeadReading, measured: Measured) -> st
     if fit.verdict == ANOTHER and all(field.value(fit.best.reading) == field.value(right) for field in fit.fields):
         return "found"
     chains = fit.best.trial.accepted
-    over = measured.over if len(chains) == measured.over.chains else measured.longer
-    trials = Trials(right, over, fit.best.trial.hits.shape[1], measured.dtype)
-    lost, error = mean_and_error(trials.run(right).accepted - chains)
+    lost, error = mean_and_error(Trials(right, measured).run(right, fit.facts["chain_len"]).accepted - chains)
     if lost <= LEAST_GAIN * (1 + float(chains.mean())):
         return "less than 3%"
     return "in the noise" if lost <= CERTAIN * error else "WRONG"
@@ -120,7 +119,7 @@ def played(plan: Plan, measured: Measured) -> float:
     session = EagerSession(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target()))
     stats = GenerationStats()
     with few_threads(True):
-        for seen in measured.over.seen:
+        for seen in measured.seen:
             prompt = seen.tokens[: seen.begin].tolist()
             stats.add(complete(session, prompt, max_new_tokens=len(seen.tokens) - seen.begin).stats)
     return stats.counts()["mean_acceptance_length"]
@@ -135,9 +134,9 @@ def print_played(heads: list[str], seed: int) -> None:
             flags = {"qlinear": recipe, "draft_qlinear": recipe if recipe == "none" else "8da8w"}
             plan = plan_of(head, **flags)
             measured = measured or Measured(plan, seed=seed)
-            fit = fit or measured.fit(plan)
-            (low, high), length = fit.of(fit.file).interval, played(plan, measured)
-            expected = f"{fit.of(fit.file).length:.2f} ({low:.2f} to {high:.2f})"
+            fit = fit or measure_head(measured, plan)
+            (low, high), length = fit.file.expected.interval, played(plan, measured)
+            expected = f"{fit.file.expected.length:.2f} ({low:.2f} to {high:.2f})"
             rows.append((head, recipe, expected, f"{length:.2f}", _placed(low, length, high)))
             print(*rows[-1], sep=" | ", flush=True)
     columns = ("head", "recipe", "expected", "played", "")
@@ -156,8 +155,8 @@ def print_recurrent(names: list[str], seed: int) -> None:
             measured = Measured(plan, seed=seed)
             with few_threads(True):
                 plan = trained(plan, measured)
-            fit, length = measured.fit(plan), played(plan, measured)
-        own = fit.of(fit.file)
+            fit, length = measure_head(measured, plan), played(plan, measured)
+        own = fit.file.expected
         rows.append((name, fit.verdict, own.text(), f"{length:.2f}", _placed(own.interval[0], length, own.interval[1])))
         print(*rows[-1], sep=" | ", flush=True)
     columns = ("target", "verdict", "expected", "played", "")
@@ -195,8 +194,8 @@ def print_faults(heads: list[str], measured: Measured) -> None:
         plan = plan_of(head)
         right = HeadReading(plan.draft, plan.taps, plan.target_config)
         for fault in faults(plan):
-            fit = measured.fit(fault.plan)
-            lengths = (f"{fit.of(each).length:.2f}" for each in (fit.file, fit.best))
+            fit = measure_head(measured, fault.plan)
+            lengths = (f"{each.expected.length:.2f}" for each in (fit.file, fit.best))
             found = judged(fit, fault, right, measured)
             rows.append((head, str(fault), fit.verdict, fit.typed(fit.best), *lengths, found))
             print(*rows[-1], sep=" | ", flush=True)
@@ -209,7 +208,7 @@ def print_random(heads: list[str], numbers: range, measured: Measured) -> None:
     rows = []
     for number in numbers:
         head = heads[number % len(heads)]
-        fit = measured.fit(randomized(plan_of(head), number))
+        fit = measure_head(measured, randomized(plan_of(head), number))
         changed = "left alone" if not fit.best.changes else "CHANGED"
         rows.append((head, f"random {number}", fit.verdict, fit.typed(fit.best), changed))
         print(*rows[-1], sep=" | ", flush=True)

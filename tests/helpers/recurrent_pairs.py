@@ -10,10 +10,10 @@ from random_checkpoints import save_random_draft
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from eagle3.export.checks.fit.chains import Trials
+from eagle3.export.checks.fit.target import Measured
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.common.field import HeadReading
-from eagle3.export.fit.fitting import Measured
-from eagle3.export.fit.trials import Trials
 from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.export.twin.randomize import randomize
 from eagle3.targets.spec import states_of
@@ -48,17 +48,17 @@ def recurrent_plan(name: str, folder: Path) -> tuple[Plan, torch.nn.Module]:
 def trained(plan: Plan, measured: Measured) -> Plan:
     """Return the plan with its EAGLE-3 head trained on the measured texts, two tokens behind each of theirs."""
     reading = HeadReading(plan.draft, plan.taps, plan.target_config)
-    trials = Trials(reading, measured.over, 2, torch.float32)
-    head, pieces = trials.head(reading), trials.pieces
+    trials = Trials(reading, measured)
+    head, pieces = trials.head(reading, 2), trials.pieces
     weights = list(head.parameters())
     held = {tensor.data_ptr() for _, tensor in trials.source.tensors()}
     assert all(weight.data_ptr() in held for weight in weights), "the source's tensors are trained"
     optimizer = torch.optim.Adam([weight.requires_grad_() for weight in weights], lr=3e-3)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        for seen in measured.over.seen:
+        for seen in measured.seen:
             tokens, rows = seen.tokens[None], torch.arange(len(seen.tokens) - 2)
-            feature = head.fuse(tuple(state[:, :-2] for state in seen.feature_of(plan.taps)))
+            feature = head.fuse(tuple(seen.states[tap][:, :-2] for tap in plan.taps))
             pieces.step = 0
             logits, feature = head(tokens[:, 1:-1], feature, rows)
             pieces.step, pieces.anchors = 1, rows[:-1]

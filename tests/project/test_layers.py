@@ -29,9 +29,8 @@ EXPORT = {  # the same for the exporter
     "speculator": 4,
     "hub": 5,
     "lowering": 6,
-    "fit": 7,
-    "checks": 8,
-    "": 9,  # the commands, the library and one export from its plan on
+    "checks": 7,
+    "": 8,  # the commands, the library and one export from its plan on
 }
 LOWERING = {  # the folders of export/lowering
     "": 0,

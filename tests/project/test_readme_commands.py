@@ -26,7 +26,7 @@ from terminal import PROMPT, Terminal
 
 from eagle3.runner import load
 
-ROOMS = ("", "export/", "export/draft/", "export/fit/", "export/lowering/cuda/", "export/lowering/edge/")
+ROOMS = ("", "export/", "export/draft/", "export/checks/fit/", "export/lowering/cuda/", "export/lowering/edge/")
 ROOMS += ("export/lowering/xnnpack/", "runner/", "runner/serve/", "scripts/", "targets/", "targets/gemma4_tiny/")
 READMES = (".github/CONTRIBUTING.md", *(f"{room}README.md" for room in ROOMS))
 MEASURED = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[ers]*/**/measured.md")))

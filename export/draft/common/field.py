@@ -1,7 +1,7 @@
 """Describes the fields of a draft head that can be read in more than one way: a ``Field`` for each, in a table of the
 head's kind, and those that several kinds have: taps, the target's state, RoPE, the embedding's scale, ``d2t``.
 
-``--read FIELD=VALUE`` overrides one of them; ``eagle3.export.fit`` tries its values and measures which is right.
+``--read FIELD=VALUE`` overrides one of them; ``eagle3.export.checks.fit`` tries its values and measures which is right.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -14,13 +14,11 @@ from eagle3.targets.loading import load_tensors
 
 
 class Pieces:
-    """Says to the attention of ``eagle3.export.fit`` which rows the next forward of a head has."""
+    """Says to the attention of ``eagle3.export.checks.fit`` which rows the next forward of a head has."""
 
     def __init__(self) -> None:
         self.step = 0
         """The step of a head's chains. The rows of step 0 are those of the text, later ones belong to a chain each."""
-        self.kept: Tensor | None = None
-        """int64 [T], in steps 2, 3, ...: the row of the step before that each row continues."""
         self.anchors: Tensor | None = None
         """int64 [T], in steps 1, 2, ...: the row of the text behind which the chain of each row begins."""
 
@@ -82,7 +80,7 @@ class Head(nn.Module):
         self, tokens: Tensor, feature: Tensor, input_pos: Tensor, anchors: Tensor, wanted: Tensor, pieces: Pieces
     ) -> tuple[Tensor, Tensor]:
         """Propose a chain after many rows of a text at once, for a measurement. A chain ends with the first proposal
-        that is not wanted. The head's attention is made by ``eagle3.export.fit.attention``.
+        that is not wanted. The head's attention is made by ``eagle3.export.checks.fit.chains``.
 
         Args:
             tokens, feature: as ``forward`` takes them, for the rows of a text
@@ -110,7 +108,7 @@ class Head(nn.Module):
                 scores, feature = self(tokens, feature, input_pos[rows] + step * self.has_cache)
             proposed = self.target_ids(scores)[0]
             kept = (proposed == wanted[chains, step]).nonzero()[:, 0]
-            chains, pieces.kept = chains[kept], kept
+            chains = chains[kept]
             hits[chains, step] = True
             if not len(chains):
                 break

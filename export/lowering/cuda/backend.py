@@ -55,7 +55,7 @@ from eagle3.export.lowering.cuda.kernels.int4.layouts import layout_of
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.sums import made_for_here, made_for_named
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
-from eagle3.export.lowering.cuda.weights.conversion import CudaWeights, made_dense, make_dense
+from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
 from eagle3.export.lowering.cuda.weights.quantization import (
     check_quantized_headers,
@@ -75,7 +75,6 @@ from eagle3.runner.system import gpus
 from eagle3.runner.system.gpus import BY_ARCH, lacking_on_later
 from eagle3.runner.system.machine import version_of
 from eagle3.targets.attention import AttentionFactory
-from eagle3.targets.spec import Convert
 
 OPTIONS = {
     "coordinate_descent_tuning": False,
@@ -172,19 +171,6 @@ class NvidiaBackend:
         """Pack INT4 weights into their layout, if they are not loaded in it."""
         pack = layout_of(plan.config.int4_layout).pack
         return {"int4_weights": pack(speculator, folder)} if pack else {}
-
-    def measured_conversion(self, plan: Plan) -> Convert:
-        if plan.qlinear in CUDA_RECIPES[1:]:
-            check_recipe("--qlinear", plan.qlinear, plan.skeleton.model, plan.target_config)
-        return made_dense(self.conversion(plan))
-
-    def prepare_measured(self, speculator: Eagle3Speculator, plan: Plan) -> None:
-        if plan.draft_qlinear in CUDA_RECIPES[1:]:
-            check_recipe("--draft-qlinear", plan.draft_qlinear, unfilled(plan.draft), plan.draft.layer)
-            recipe = fitted_recipe(plan.draft_qlinear, plan.draft.layer, speculator.draft)
-            quantize(speculator.draft, recipe, spare=speculator.target.parameters())
-            lay_out(speculator.draft, spare=speculator.target.parameters())
-            make_dense(speculator.draft)
 
     @contextmanager
     def tracing(self, _speculator: Eagle3Speculator, plan: Plan) -> Iterator[None]:

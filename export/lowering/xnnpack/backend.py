@@ -92,12 +92,6 @@ class XnnpackBackend:
     def pack(self, _speculator: "Eagle3Speculator", _plan: Plan, _folder: "Path") -> dict[str, Any]:
         return {}
 
-    def measured_conversion(self, plan: Plan) -> "XnnpackWeights":
-        return self.conversion(plan)
-
-    def prepare_measured(self, speculator: "Eagle3Speculator", plan: Plan) -> None:
-        self.prepare(speculator, plan)
-
     def describe(self, _programs: "Mapping[str, ExportedProgram]", plan: Plan) -> dict[str, Any]:
         target, draft = recipes(plan)
         from eagle3.export.lowering.xnnpack.split_k import splits

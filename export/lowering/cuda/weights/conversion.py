@@ -29,11 +29,8 @@ from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.cuda.kernels.int4.tiles import tensor as int4_tensor
-from eagle3.export.lowering.cuda.kernels.int4.tiles.tensor import TiledInt4Tensor
 from eagle3.export.lowering.cuda.weights.experts import fused_linears
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor, laid_out
-from eagle3.targets.loading import dequantized, is_plain
-from eagle3.targets.spec import Convert
 
 ELEMENTS = 1 << 25
 """The number of elements of a weight that are quantized at a time. Quantizing them takes memory for their float32
@@ -110,26 +107,6 @@ def quantized(weight: Tensor, config: QuantConfig) -> Tensor:
     HQQ takes all rows at once, because it stops by the error of the whole weight."""
     rows = weight.shape[0] if config.method != "min_max" else max(1, ELEMENTS // weight.shape[1])
     return fuse_along_output([to_default("", quantize_weight(part, config)) for part in weight.split(rows)])
-
-
-def dense(value: Tensor) -> Tensor:
-    """Return a quantized weight as the dense float32 tensor that it stands for; a plain tensor unchanged."""
-    if isinstance(value, TiledInt4Tensor | CudaCoalescedInt4Tensor | KQuantTensor):
-        return value.dequantize(torch.float32)
-    return dequantized("", value)
-
-
-def made_dense(convert: Convert) -> Convert:
-    """Return a conversion to the dense values of what ``convert`` gives."""
-    return lambda name, value: dense(convert(name, value))
-
-
-def make_dense(model: nn.Module) -> None:
-    """Replace the quantized weights of ``model`` by their dense values, in place."""
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if weight is not None and not is_plain(weight):
-            module.weight = nn.Parameter(dense(weight), requires_grad=False)
 
 
 BLOCK = 256  # the number of weights that share a step

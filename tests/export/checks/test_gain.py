@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from eagle3.export.checks.gain import Rounds, gain_lines, gain_record
 from eagle3.export.configuration.backends import BACKENDS, FAST_ROWS_OF_AVX2, FAST_ROWS_OF_AVX512
-from eagle3.export.fit.gain import Rounds, gain_lines, gain_record
 from eagle3.runner.loop.step_times import round_steps, step_milliseconds, with_cpu_share
 
 FLAT = {"target_verify": 10.0, "two_rows": 10.0, "draft_step": 1.0}

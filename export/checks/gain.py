@@ -1,9 +1,11 @@
-"""Estimates what speculation gains on the check's prompts, and which chain length would gain more."""
+"""Estimates what speculation gains by acceptance rates and times of calls, and which chain length would gain more."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eagle3.export.configuration.backends import BACKENDS
+from eagle3.export.planning.plan import Plan
 from eagle3.runner.contract import DECODE, DRAFT_STEP, SPECULATE, TARGET_VERIFY, TWO_ROWS
 
 BETTER = 1.05
@@ -17,6 +19,9 @@ BUSY = 0.9
 """If the thread of the timed calls had less CPU time than this share of their wall time, other programs took the
 processors. It computes, or waits for XNNPACK's other threads in a loop: 0.97 to 1.00 undisturbed, on two cores; 0.25 to
 0.6 beside one to six other busy processes."""
+
+SHARES = {"none": 1.0, "8da8w": 0.25, "8da4w": 0.14, "default": 0.28, "sensitive": 0.3, "checkpoint": 0.28}
+"""The bytes of weights by recipe, as a share of float32's."""
 
 
 @dataclass(frozen=True)
@@ -111,3 +116,17 @@ def gain_lines(rounds: Rounds, fast_rows: int) -> list[str]:
     if rounds.proposals == 1 and rounds.gain(best) > BETTER * now:
         lines.append(f"  --chain-len {best} would give about {rounds.gain(best):.2f} times, on text like this")
     return lines
+
+
+def best_chain_len(plan: Plan, rates: Sequence[float]) -> int:
+    """Return the chain length that gives the most tokens in the time of a round, as estimated from the bytes that its
+    steps read."""
+    if not rates or rates[0] <= 0:
+        return 1
+    backend, head = BACKENDS[plan.config.backend], plan.draft.headers.items()
+    target = sum(each.elements for each in plan.target_headers.values()) * SHARES.get(plan.qlinear, 1.0)
+    draft = sum(each.elements for name, each in head if not name.startswith("embed_tokens"))
+    draft *= SHARES.get(plan.draft_qlinear, 1.0)
+    rounds = Rounds(rates, {TARGET_VERIFY: target, TWO_ROWS: target, DRAFT_STEP: draft}, plan.proposals)
+    most = min(backend.fast_rows.get(plan.qlinear, backend.window_rows[0]) - 1, plan.draft.longest_chain or 15)
+    return max(range(1, max(most, 1) + 1), key=rounds.gain)
