@@ -21,7 +21,7 @@ from eagle3.export.checkpoints.source import Source
 from eagle3.export.checks.fit import texts
 from eagle3.export.planning.plan import LARGE, Plan
 from eagle3.export.speculator.tensor_files import return_freed_memory
-from eagle3.runner.system.memory import free_memory
+from eagle3.runner.system.machine import free_memory
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 from eagle3.targets.input_order import INPUT_ORDER
