@@ -1,5 +1,5 @@
-"""What the scripts beside this one share: the sizes of their tiny heads, random weights, and the command that writes
-the cases, folders with a checkpoint and the tensors that the reference implementation made with it."""
+"""Code that the scripts beside this one share: sizes of tiny heads, random weights, and the command that writes the
+cases, folders with a checkpoint and the tensors that the reference implementation made with it."""
 
 import argparse
 import json
