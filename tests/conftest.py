@@ -15,9 +15,8 @@ from beforehand import COMMANDS, Beforehand
 from hub_commands import HEAD, TARGET
 from huggingface_hub import constants as hub_constants
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from published import eagle3, gemma4_config
 from published_checkpoints import save_gemma4_31b, save_head
-from published_heads import eagle3
-from published_widths import gemma4_config
 from random_checkpoints import random_model
 from stand_in_hub import StandInHub, serving
 from transformers import Gemma4ForCausalLM

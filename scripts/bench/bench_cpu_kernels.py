@@ -1,7 +1,7 @@
 """Times the operations of a CPU artifact by the number of rows: XNNPACK's matmuls, ExecuTorch's attention.
 
     python scripts/bench/bench_cpu_kernels.py                       # qwen3-4B's MLP, llama3.1-8B's attention; 2 minutes
-    python scripts/bench/bench_cpu_kernels.py --keys 4000 --json > kernels.json
+    python scripts/bench/bench_cpu_kernels.py --keys 4000
 
 If the last column is near 1, a verify window of four rows costs little more than one row. Times rise in steps, because
 XNNPACK's kernels process 5, 7 or another number of rows at a time, depending on the processor. A chain length that
@@ -14,7 +14,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported, since XNNPACK has threads of its own
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -63,8 +62,12 @@ class Mlps(nn.Module):
         return x
 
 
-def product(name: str) -> Callable[[int], Callable[[], object]]:
-    """Lower the linears by a recipe. Returns a function that makes a call for a number of rows."""
+Calls = Callable[[int], Callable[[], object]]
+"""Makes a call for a number of rows."""
+
+
+def product(name: str) -> Calls:
+    """Lower the linears by a recipe."""
     dtype = torch.float16 if name == "float16" else torch.float32
     model, recipe = Mlps().eval().requires_grad_(False).to(dtype), RECIPES[name]
     if recipe:
@@ -92,13 +95,20 @@ def lowered(program: torch.export.ExportedProgram) -> Callable[[list[torch.Tenso
     return lambda given: (method.execute(given), len(buffer))  # keeps ``buffer`` alive, since ``method`` does not
 
 
-def attention(keys: int, dtype: torch.dtype) -> Callable[[int], Callable[[], object]]:
-    """Return a function that makes a call of one layer's attention after ``keys`` positions."""
-    cache = [torch.randn(1, keys + max(ROWS), KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2)]
+def attention(keys: int, window: bool = False, together: int = 1) -> Calls:
+    """Make calls of one layer's attention after ``keys`` positions, or of a sliding layer's, whose ring has ``keys``
+    slots and a mask. ``together`` heads are computed as rows of one head."""
+    cache = [torch.randn(1, keys if window else keys + max(ROWS), KV_HEADS, HEAD_DIM) for _ in range(2)]
 
     def call(rows: int) -> Callable[[], object]:
-        query = torch.randn(1, rows, HEADS, HEAD_DIM).to(dtype)
-        return lambda: torch.ops.llama.custom_sdpa(query, *cache, keys, None, 0.0, True, HEAD_DIM**-0.5)
+        query, mask = torch.randn(1, rows, HEADS, HEAD_DIM), torch.zeros(rows, keys)
+        given = (0, repeated_rows(mask, together), 0.0, False) if window else (keys, None, 0.0, True)
+
+        def attend() -> torch.Tensor:
+            found = torch.ops.llama.custom_sdpa(heads_as_rows(query, together), *cache, *given, HEAD_DIM**-0.5)
+            return rows_as_heads(found, together)
+
+        return attend
 
     return call
 
@@ -116,9 +126,8 @@ class FullLayer(nn.Module):
         return self.attention(query, key, value, self.attention.rows(input_pos), HEAD_DIM**-0.5)
 
 
-def exported_attention(keys: int) -> Callable[[int], Callable[[], object]]:
-    """Return a function like that of ``attention`` for the attention of an export, which computes several rows by
-    XNNPACK's products over the used slots."""
+def exported_attention(keys: int) -> Calls:
+    """Like ``attention``, as in an export, which computes several rows by XNNPACK's products over the used slots."""
 
     def call(rows: int) -> Callable[[], object]:
         shapes = [(1, rows, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -130,9 +139,9 @@ def exported_attention(keys: int) -> Callable[[int], Callable[[], object]]:
     return call
 
 
-def int8_attention(keys: int) -> Callable[[int], Callable[[], object]]:
-    """Return a function like that of ``attention`` for keys and values in 8 bits with a scale for each token and head,
-    which the export does not offer. The quantization of the query is not timed."""
+def int8_attention(keys: int) -> Calls:
+    """Like ``attention``, for keys and values in 8 bits with a scale for each token and head, which the export does not
+    offer. The quantization of the query is not timed."""
 
     def quantized(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         codes = torch.randint(-128, 128, shape, dtype=torch.int8)
@@ -149,24 +158,7 @@ def int8_attention(keys: int) -> Callable[[int], Callable[[], object]]:
     return call
 
 
-def windowed_attention(keys: int, together: int) -> Callable[[int], Callable[[], object]]:
-    """Return a function like that of ``attention`` for a sliding layer, whose ring has ``keys`` slots and a mask.
-    ``together`` heads are computed as rows of one head."""
-    cache = [torch.randn(1, keys, KV_HEADS, HEAD_DIM) for _ in range(2)]
-
-    def call(rows: int) -> Callable[[], object]:
-        query, mask = torch.randn(1, rows, HEADS, HEAD_DIM), torch.zeros(rows, keys)
-
-        def attend() -> torch.Tensor:
-            given = heads_as_rows(query, together), *cache, 0, repeated_rows(mask, together)
-            return rows_as_heads(torch.ops.llama.custom_sdpa(*given, 0.0, False, HEAD_DIM**-0.5), together)
-
-        return attend
-
-    return call
-
-
-def measured(make: Callable[[int], Callable[[], object]], repeats: int) -> Times:
+def measured(make: Calls, repeats: int) -> Times:
     """Return the median times. The numbers of rows are measured in turn."""
     calls, times = {rows: make(rows) for rows in ROWS}, {rows: [] for rows in ROWS}
     for _ in range(repeats):
@@ -190,21 +182,13 @@ def show(title: str, times: dict[str, Times]) -> None:
 @click.command(cls=OneLineFailures, help=__doc__.partition("\n")[0])
 @click.option("--keys", default=1000, show_default=True, help="Positions before the rows.")
 @click.option("--repeats", default=25, show_default=True)
-@click.option("--json", "as_json", is_flag=True)
-def main(keys: int, repeats: int, as_json: bool) -> None:
+def main(keys: int, repeats: int) -> None:
     torch.manual_seed(0)
     products = {name: measured(product(name), repeats) for name in RECIPES}
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    attentions = {str(dtype).split(".")[1]: measured(attention(keys, dtype), repeats) for dtype in dtypes}
-    attentions["float32, as an export has it"] = measured(exported_attention(keys), repeats)
-    attentions["int8"] = measured(int8_attention(keys), repeats)
-    attentions |= {
-        f"float32, a ring{named}": measured(windowed_attention(keys, count), repeats)
-        for named, count in (("", 1), (", heads as rows", heads_together(HEADS, KV_HEADS)))
-    }
-    if as_json:
-        click.echo(json.dumps({"products": products, "attention": attentions, "keys": keys}))
-        return
+    ways = {"float32": attention(keys), "float32, as an export has it": exported_attention(keys)}
+    ways |= {"int8": int8_attention(keys), "float32, a ring": attention(keys, window=True)}
+    ways |= {"float32, a ring, heads as rows": attention(keys, window=True, together=heads_together(HEADS, KV_HEADS))}
+    attentions = {name: measured(way, repeats) for name, way in ways.items()}
     show(f"{2 * LAYERS} linears of {HIDDEN} x {INTERMEDIATE}: ms by rows", products)
     show(f"Attention of {HEADS} heads, {KV_HEADS} of keys, over {keys} positions: ms by rows", attentions)
 

@@ -32,64 +32,42 @@ processor; with ATEN_CPU_CAPABILITY=avx2, any x86 with AVX2 gives these fixtures
         --out tests/golden/eagle3
 """
 
-import argparse
-from collections.abc import Callable
-from functools import partial
-from importlib.metadata import version
-from pathlib import Path
-
+import case
 import torch
-from case import save_case
-from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-from speculators.proposals.greedy import GreedyTokenProposalConfig
-from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from transformers import LlamaConfig, Qwen3Config
 
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
 THREE_LAYERS = {"num_hidden_layers": 3, "attention_bias": True, "mlp_bias": True}
-CASES = {  # each seed is the first from 704 on whose chain has no repeated token and no near-tie
-    "llama_nbr_true": (LlamaConfig, {"norm_before_residual": True}, 704),
-    "llama_nbr_false": (LlamaConfig, {"norm_before_residual": False}, 704),
-    "qwen3_nbr_true": (Qwen3Config, {"norm_before_residual": True}, 704),
-    "llama_eagle31": (LlamaConfig, {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}, 708),
-    "llama_fc_norm": (LlamaConfig, {"norm_before_residual": False, "fc_norm": True}, 771),
-    "llama_window": (partial(LlamaConfig, **WINDOW), {"norm_before_residual": True}, 706),
-    "qwen3_window": (partial(Qwen3Config, **WINDOW), {"norm_before_residual": False}, 710),
-    "llama_three_layers": (partial(LlamaConfig, **THREE_LAYERS), {"norm_before_residual": True}, 745),
-    "qwen3_biases": (partial(Qwen3Config, attention_bias=True), {"norm_before_residual": True}, 853),
+BEFORE, AFTER = {"norm_before_residual": True}, {"norm_before_residual": False}
+CASES = {  # configuration of the layers, options, seed: the first from 704 on without a repeated token and a near-tie
+    "llama_nbr_true": (LlamaConfig, {}, BEFORE, 704),
+    "llama_nbr_false": (LlamaConfig, {}, AFTER, 704),
+    "qwen3_nbr_true": (Qwen3Config, {}, BEFORE, 704),
+    "llama_eagle31": (LlamaConfig, {}, BEFORE | {"norm_before_fc": True, "norm_output": True}, 708),
+    "llama_fc_norm": (LlamaConfig, {}, AFTER | {"fc_norm": True}, 771),
+    "llama_window": (LlamaConfig, WINDOW, BEFORE, 706),
+    "qwen3_window": (Qwen3Config, WINDOW, AFTER, 710),
+    "llama_three_layers": (LlamaConfig, THREE_LAYERS, BEFORE, 745),
+    "qwen3_biases": (Qwen3Config, {"attention_bias": True}, BEFORE, 853),
 }
 SLOTS, CHAIN = 12, 3
-HIDDEN, VOCAB, DRAFT_VOCAB, AUX_IDS = 64, 96, 48, [1, 3, 4]
-LAYER = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "vocab_size": VOCAB}
-LAYER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
-LAYER |= {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+LAYER = case.SIZES | {"num_hidden_layers": 1, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+LAYER |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 LAYER |= {"attn_implementation": "eager"}  # without it speculators uses flex attention; it is not saved
 
 
-def build_model(layer_class: type, options: dict, generator: torch.Generator) -> Eagle3DraftModel:
-    """Return a draft head with random weights, none of them at a value that would hide a mistake."""
-    speculators_config = SpeculatorsConfig(
-        algorithm="eagle3",
-        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=CHAIN)],
-        default_proposal_method="greedy",
-        verifier=VerifierConfig(name_or_path="tiny-verifier", architectures=["LlamaForCausalLM"]),
-    )
+def build_model(layer_class: type, layer: dict, options: dict, generator: torch.Generator) -> Eagle3DraftModel:
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer_class(**{"num_hidden_layers": 1} | getattr(layer_class, "keywords", {}) | LAYER),
-        draft_vocab_size=DRAFT_VOCAB,
-        eagle_aux_hidden_state_layer_ids=AUX_IDS,
-        speculators_config=speculators_config,
+        transformer_layer_config=layer_class(**LAYER | layer),
+        draft_vocab_size=case.DRAFT_VOCAB,
+        eagle_aux_hidden_state_layer_ids=case.INPUTS,
+        speculators_config=case.speculators_config("eagle3", CHAIN),
         **options,
     )
     model = Eagle3DraftModel(config).eval()
-    counts = torch.randperm(VOCAB, generator=generator).tolist()  # the frequent half becomes the draft vocabulary
-    d2t, t2d = build_vocab_mappings_from_distribution(dict(enumerate(counts)), DRAFT_VOCAB, VOCAB)
-    model.load_vocab_mappings(t2d, d2t)
-    for name, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        scale = 1.0 if name == "embed_tokens.weight" else weight.shape[-1] ** -0.5
-        weight.copy_(1 + 0.3 * noise if weight.dim() == 1 else noise * scale)
+    case.load_vocabulary(model, generator)
+    case.randomize(model, generator, tables=("embed_tokens.weight",), biases=())
     return model
 
 
@@ -107,7 +85,7 @@ def forward(
     taps = torch.nn.functional.pad(taps, (0, 0, 0, len(recurrent)))
     hooks = [
         model.fc.register_forward_hook(lambda _, _args, fused: torch.cat([fused[:, :SLOTS], recurrent[None]], dim=1)),
-        model.layers[0].register_forward_pre_hook(lambda _, args: seen["features"].append(args[0][..., HIDDEN:])),
+        model.layers[0].register_forward_pre_hook(lambda _, args: seen["features"].append(args[0][..., case.HIDDEN :])),
         model.rotary_emb.register_forward_pre_hook(lambda _, args: seen["positions"].append(args[1])),
         model.lm_head.register_forward_hook(lambda _, _args, output: seen["logits"].append(output)),
     ]
@@ -131,11 +109,12 @@ def one_pass(model: Eagle3DraftModel, tokens: torch.Tensor, features: torch.Tens
     return model.lm_head(model.norm(x))
 
 
-def golden(model: Eagle3DraftModel, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(VOCAB, (1, SLOTS), generator=generator)
-    taps = torch.randn(1, SLOTS, len(AUX_IDS), HIDDEN, generator=generator)
+def make(layer_class: type, layer: dict, options: dict, generator: torch.Generator) -> tuple:
+    model = build_model(layer_class, layer, options, generator)
+    tokens = torch.randint(case.VOCAB, (1, SLOTS), generator=generator)
+    taps = torch.randn(1, SLOTS, len(case.INPUTS), case.HIDDEN, generator=generator)
     taps = (taps * torch.tensor([0.5, 1.0, 2.0])[:, None]).flatten(2)
-    chain_ids, recurrent, last = [], torch.empty(0, HIDDEN), SLOTS - 1
+    chain_ids, recurrent, last = [], torch.empty(0, case.HIDDEN), SLOTS - 1
     first = forward(model, tokens, taps, recurrent)
 
     windowed = model.uses_sliding_window_attn
@@ -143,9 +122,8 @@ def golden(model: Eagle3DraftModel, generator: torch.Generator) -> dict[str, tor
     for step, (at, slot) in enumerate(chain):  # proposals follow the last slot
         rows = torch.cat([tokens, torch.tensor([chain_ids], dtype=torch.int64)], dim=1)
         seen = forward(model, rows, taps, recurrent)
-        best = seen["logits"][at][0, slot].topk(2)
-        assert best.values[0] - best.values[1] > 0.05, "too close to a tie to be compared"
-        chain_ids.append(int(best.indices[0] + model.d2t[best.indices[0]]))
+        best = case.distinct(seen["logits"][at][0, slot], 0.05)
+        chain_ids.append(int(best + model.d2t[best]))
         recurrent = torch.stack([seen["features"][j + 1][0, p] for j, p in chain[: step + 1]])
     assert len(set(chain_ids)) == CHAIN, "a repeated proposal would hide mistakes"
     logits = torch.stack([seen["logits"][j][0, p] for j, p in chain])
@@ -155,23 +133,10 @@ def golden(model: Eagle3DraftModel, generator: torch.Generator) -> dict[str, tor
     torch.testing.assert_close(again[0, last:], logits, atol=1e-5, rtol=1e-5)
     result = {"tokens": tokens, "taps": taps, "positions": first["positions"][0][0], "feature": first["features"][0]}
     result |= {"logits_0": first["logits"][0], "recurrent_0": first["features"][1]}
-    return result | {"chain_ids": torch.tensor(chain_ids), "chain_logits": logits, "chain_recurrent": recurrent}
-
-
-@torch.no_grad()
-def write_cases(cases: dict, build_model: Callable, golden: Callable, shown: str, of_what: str) -> None:
-    """Run the command: write a folder for each case with the checkpoint and the tensors of ``golden``, and print the
-    tensor named ``shown``."""
-    parser = argparse.ArgumentParser(description=f"Make the golden heads from speculators' {of_what}.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the fixtures; a case's folder is replaced")
-    out = parser.parse_args().out
-    made_with = ", ".join(f"{name} {version(name)}" for name in ("speculators", "torch", "transformers"))
-    for name, (layer_class, options, seed) in cases.items():
-        generator = torch.Generator().manual_seed(seed)
-        model = build_model(layer_class, options, generator)
-        tensors = golden(model, generator)
-        save_case(out / name, model.save_pretrained, tensors, made_with, shown)
+    result |= {"chain_ids": torch.tensor(chain_ids), "chain_logits": logits, "chain_recurrent": recurrent}
+    return model, result
 
 
 if __name__ == "__main__":
-    write_cases(CASES, build_model, golden, "chain_ids", "Eagle3DraftModel")
+    made_with = case.versions("speculators", "torch", "transformers")
+    case.write_cases(case.arguments("eagle3").out, CASES, make, made_with, "chain_ids")

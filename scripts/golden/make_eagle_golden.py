@@ -18,16 +18,12 @@ It needs an environment of its own, because speculators 0.9.0 no longer has this
         --out tests/golden/eagle
 """
 
-import argparse
-import shutil
-from importlib.metadata import version
-from pathlib import Path
+from copy import deepcopy
 
 import torch
+from case import HIDDEN, SIZES, VOCAB, arguments, randomize, save_case, speculators_config, versions
 from safetensors.torch import save_file
-from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle import EagleSpeculator, EagleSpeculatorConfig
-from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CASES = {  # EAGLE 1 and 2, HASS, and EAGLE with norms
@@ -35,49 +31,29 @@ CASES = {  # EAGLE 1 and 2, HASS, and EAGLE with norms
     "hass": {"layernorms": False, "fusion_bias": True},
     "eagle_layernorms": {"layernorms": True, "fusion_bias": False},
 }
-SLOTS, HIDDEN, VOCAB = 12, 64, 96
-LAYER = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 1, "vocab_size": VOCAB}
-LAYER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+SLOTS, TABLES = 12, ("embed_tokens.weight",)
+LAYER = SIZES | {"num_hidden_layers": 1, "head_dim": 16, "max_position_embeddings": 64}
 LAYER |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0}
-
-
-def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
-    for name, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        scale = 1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5
-        weight.copy_(("norm" in name) + 0.3 * noise if weight.dim() == 1 else noise * scale)
 
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the golden EAGLE heads from speculators' EagleSpeculator.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the fixtures; it is replaced")
-    out = parser.parse_args().out
-    shutil.rmtree(out, ignore_errors=True)
-    made_with = ", ".join(f"{name} {version(name)}" for name in ("speculators", "torch", "transformers"))
+    out, made_with = arguments("eagle").out, versions("speculators", "torch", "transformers")
     generator = torch.Generator().manual_seed(704)
     verifier = LlamaForCausalLM(LlamaConfig(**LAYER)).eval()
-    randomize(verifier, generator)
-    out.mkdir(parents=True)
+    randomize(verifier, generator, TABLES)
+    out.mkdir(parents=True, exist_ok=True)
     shared = {"embed_tokens": verifier.model.embed_tokens.weight, "lm_head": verifier.lm_head.weight}
     save_file({name: weight.clone() for name, weight in shared.items()}, out / "verifier.safetensors")
     for name, options in CASES.items():
-        described = SpeculatorsConfig(
-            algorithm="eagle",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path="tiny-verifier", architectures=["LlamaForCausalLM"]),
-        )
         config = EagleSpeculatorConfig(
             transformer_layer_config=LlamaConfig(**LAYER, attn_implementation="eager"),
-            speculators_config=described,
+            speculators_config=speculators_config("eagle", 3),
             **options,
         )
         model = EagleSpeculator(config, verifier=None, verifier_attachment_mode="detached").eval()
-        randomize(model, generator)
-        model.save_pretrained(out / name)
-        for beside in [*(out / name).glob("*.py"), out / name / "generation_config.json"]:
-            beside.unlink()  # speculators' own source, not a part of the head
+        randomize(model, generator, TABLES)
+        alone = deepcopy(model)
         model.embed_tokens, model.rotary_emb = verifier.model.embed_tokens, verifier.model.rotary_emb
         model.lm_head = verifier.lm_head
         seen = []
@@ -91,9 +67,7 @@ def main() -> None:
         hook.remove()
         (state,) = seen
         numbers = {"tokens": tokens, "states": states, "logits": logits, "next": state.reshape(1, SLOTS, HIDDEN)}
-        numbers = {key: value.contiguous() for key, value in numbers.items()}
-        save_file(numbers, out / name / "golden.safetensors", {"made_with": made_with})
-        print(name, tuple(logits.shape), float(logits.std()))
+        save_case(out / name, alone.save_pretrained, numbers, made_with, "tokens")
 
 
 if __name__ == "__main__":

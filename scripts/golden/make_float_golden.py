@@ -9,12 +9,10 @@ NVFP4QTensor. Install the tools beside this project's environment, not in it:
     PYTHONPATH=golden-packages python scripts/golden/make_float_golden.py --out tests/golden/floats
 """
 
-import argparse
 import json
-from pathlib import Path
 
 import torch
-from case import save_linear
+from case import arguments, save_linear
 from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
@@ -31,21 +29,18 @@ COMPRESSED_TENSORS = {
     "fp8_block": FP8 | {"strategy": "block", "block_structure": [8, 32]},
     "nvfp4": NVFP4,
 }
-Case = tuple[dict, dict[str, Tensor], Tensor]
-"""quantization_config, the parts of a linear, and its weight [ROWS, COLUMNS] as the tool dequantizes it."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make checkpoints in NVFP4 and FP8 by the tools' own code.")
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    out = arguments("floats").out
     torch.manual_seed(0)
     for name, args in COMPRESSED_TENSORS.items():
         save_linear(out / name, *by_compressed_tensors(QuantizationArgs(**args)))
     save_linear(out / "modelopt_nvfp4", *by_model_optimizer())
 
 
-def by_compressed_tensors(args: QuantizationArgs) -> Case:
+def by_compressed_tensors(args: QuantizationArgs) -> tuple[dict, dict[str, Tensor], Tensor]:
+    """Return quantization_config, the parts of a linear, and its weight [ROWS, COLUMNS] as the tool dequantizes it."""
     weight = torch.randn(ROWS, COLUMNS) * 0.02
     whole = generate_gparam(weight.min(), weight.max()) if args.num_bits == 4 else None
     blocks = {"tensor": (ROWS, COLUMNS), "channel": (1, COLUMNS), "block": (8, 32), "tensor_group": (1, 16)}
@@ -67,7 +62,7 @@ def by_compressed_tensors(args: QuantizationArgs) -> Case:
     return json.loads(config.model_dump_json()), parts, dense
 
 
-def by_model_optimizer() -> Case:
+def by_model_optimizer() -> tuple[dict, dict[str, Tensor], Tensor]:
     packed, scale, whole = NVFP4QTensor.quantize(torch.randn(ROWS, COLUMNS) * 0.02, 16)
     dense = packed.dequantize(torch.float32, scale=scale, double_scale=whole, block_sizes={-1: 16})
     parts = {"weight": packed._quantized_data, "weight_scale": scale, "weight_scale_2": whole}

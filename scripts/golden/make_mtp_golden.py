@@ -19,42 +19,18 @@ make_draft_golden.py, and this script needs the same environment:
     embedding, lm_head [V, H]     the target's, which the checkpoint lacks
 """
 
-from functools import partial
-
 import torch
-from make_draft_golden import HIDDEN, LAYER, VOCAB, write_cases
-from speculators.config import SpeculatorsConfig, VerifierConfig
+from case import HIDDEN, VOCAB, arguments, distinct, randomize, speculators_config, versions, write_cases
+from make_draft_golden import LAYER
 from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
-from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import Qwen3Config
 
 SLOTS, CHAIN = 24, 3
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-TARGET = partial(Qwen3Config, num_hidden_layers=4)
-CASES = {  # each seed is the first from 704 on whose chain has no repeated token and no near-tie
-    "qwen3": (TARGET, {}, 704),
-    "qwen3_biases_yarn": (partial(TARGET, attention_bias=True), {"rope_parameters": YARN}, 704),
+CASES = {  # options of the layers, seed: the first from 704 on whose chain has no repeated token and no near-tie
+    "qwen3": ({}, 704),
+    "qwen3_biases_yarn": ({"attention_bias": True, "rope_parameters": YARN}, 704),
 }
-
-
-def build_model(layer_class: type, options: dict, generator: torch.Generator) -> MTPDraftModel:
-    config = MTPSpeculatorConfig(
-        transformer_layer_config=layer_class(**LAYER | options),
-        speculators_config=SpeculatorsConfig(
-            algorithm="mtp",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=CHAIN)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path="tiny-verifier", architectures=["Qwen3ForCausalLM"]),
-        ),
-    )
-    model = MTPDraftModel(config).eval()
-    for name, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        if weight.dim() == 1:
-            weight.copy_(0.3 * noise + (0 if name.endswith("bias") else 1))
-        else:
-            weight.copy_(noise * (1.0 if name == "embed_tokens.weight" else weight.shape[-1] ** -0.5))
-    return model
 
 
 def one_pass(model: MTPDraftModel, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -70,15 +46,19 @@ def one_pass(model: MTPDraftModel, tokens: torch.Tensor, features: torch.Tensor)
     )
 
 
-def golden(model: MTPDraftModel, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def make(layer: dict, generator: torch.Generator) -> tuple:
+    config = MTPSpeculatorConfig(
+        transformer_layer_config=Qwen3Config(**LAYER | {"num_hidden_layers": 4} | layer),
+        speculators_config=speculators_config("mtp", CHAIN, "Qwen3ForCausalLM"),
+    )
+    model = MTPDraftModel(config).eval()
+    randomize(model, generator, tables=("embed_tokens.weight",))
     tokens = torch.randint(VOCAB, (1, SLOTS), generator=generator)
     states = 3 * torch.randn(1, SLOTS, HIDDEN, generator=generator)
     seen: list[torch.Tensor] = []
     hook = model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model.config.speculators_config.proposal_methods[0].speculative_tokens = 1
-    padded = torch.nn.functional.pad(
-        tokens, (1, 1)
-    )  # the forward takes the token after each slot and one more for the loss
+    padded = torch.nn.functional.pad(tokens, (1, 1))  # it takes the token after each slot and one more for the loss
     (logits,), *_ = model(padded, torch.nn.functional.pad(states, (0, 0, 0, 2)))
     model.config.speculators_config.proposal_methods[0].speculative_tokens = CHAIN
     hook.remove()
@@ -89,24 +69,14 @@ def golden(model: MTPDraftModel, generator: torch.Generator) -> dict[str, torch.
         scores = model.lm_head(made)
         torch.testing.assert_close(made[:, :SLOTS], seen[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(scores[:, :SLOTS], logits, atol=1e-5, rtol=1e-5)
-        best = scores[0, -1].topk(2)
-        assert best.values[0] - best.values[1] > 0.05, "too close to a tie to be compared"
-        chain.append((best.indices[:1], scores[0, -1], made[0, -1]))
-        rows, features = torch.cat([rows, best.indices[None, :1]], 1), torch.cat([features, made[:, -1:]], 1)
+        chain.append((distinct(scores[0, -1:], 0.05), scores[0, -1], made[0, -1]))
+        rows, features = torch.cat([rows, chain[-1][0][None]], 1), torch.cat([features, made[:, -1:]], 1)
     ids, chain_logits, recurrent = (torch.stack(each) for each in zip(*chain, strict=True))
     assert len(set(ids.flatten().tolist())) == CHAIN, "a repeated proposal would hide mistakes"
-    return {
-        "tokens": tokens,
-        "states": states,
-        "logits": logits,
-        "recurrent": seen[0],
-        "chain_ids": ids.flatten(),
-        "chain_logits": chain_logits,
-        "chain_recurrent": recurrent,
-        "embedding": model.embed_tokens.weight.detach(),
-        "lm_head": model.lm_head.weight.detach(),
-    }
+    found = {"tokens": tokens, "states": states, "logits": logits, "recurrent": seen[0], "chain_ids": ids.flatten()}
+    found |= {"chain_logits": chain_logits, "chain_recurrent": recurrent}
+    return model, found | {"embedding": model.embed_tokens.weight.detach(), "lm_head": model.lm_head.weight.detach()}
 
 
 if __name__ == "__main__":
-    write_cases(CASES, build_model, golden, "chain_ids", "MTPDraftModel")
+    write_cases(arguments("mtp").out, CASES, make, versions("speculators", "torch", "transformers"), "chain_ids")

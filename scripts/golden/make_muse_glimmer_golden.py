@@ -7,9 +7,8 @@ anchor on (``DFlashTokenCandidateGenerator``). This needs transformers 5.24, not
 """
 
 import torch
-import transformers
-from case import save_case
-from make_zlab_golden import BLOCK, MASK_TOKEN, OUT, SIZES, VOCAB, golden, random_weights
+from case import BLOCK, MASK_TOKEN, OUTPUTS, VOCAB, arguments, randomize, versions, write_cases
+from make_zlab_golden import LAYERS, golden
 from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
@@ -34,21 +33,18 @@ class Called(nn.Module):
         return self.model(**given, attention_mask=mask).last_hidden_state
 
 
-def main() -> None:
-    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
-    for name, (layers, seed) in CASES.items():
-        generator = torch.Generator().manual_seed(seed)
-        own = {"block_size": BLOCK, "mask_token_id": MASK_TOKEN, "target_layer_ids": [0, 2, 3]}
-        tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        config = MuseGlimmerAssistantConfig(**sizes, **own, **tokens, layer_types=layers, sliding_window=WINDOW)
-        config._attn_implementation = "sdpa"
-        model = random_weights(MuseGlimmerAssistantModel(config).eval(), generator)
-        tensors = golden(Called(model), generator)
-        model.config.vocab_size = VOCAB  # published configurations lack this key
-        made_with = f"torch {torch.__version__}, transformers {transformers.__version__}"
-        save_case(OUT / name, model.save_pretrained, tensors, made_with, "proposals")
+def make(layers: list[str], generator: torch.Generator) -> tuple:
+    sizes = {key: value for key, value in LAYERS.items() if key != "vocab_size"}
+    own = {"block_size": BLOCK, "mask_token_id": MASK_TOKEN, "target_layer_ids": OUTPUTS, "layer_types": layers}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = MuseGlimmerAssistantConfig(**sizes, **own, **tokens, sliding_window=WINDOW)
+    config._attn_implementation = "sdpa"
+    model = MuseGlimmerAssistantModel(config).eval()
+    randomize(model, generator)
+    tensors = golden(Called(model), generator)
+    model.config.vocab_size = VOCAB  # published configurations lack this key
+    return model, tensors
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    write_cases(arguments("dflash").out, CASES, make, versions("torch", "transformers"))

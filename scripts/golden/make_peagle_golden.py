@@ -14,84 +14,54 @@ the same environment:
     proposals  [DEPTHS]                 the greedy tokens after the last slot, as target-vocabulary ids
 """
 
-from functools import partial
 from unittest.mock import patch
 
+import case
 import torch
-from make_draft_golden import AUX_IDS, DRAFT_VOCAB, HIDDEN, LAYER, SLOTS, VOCAB, WINDOW, write_cases
-from speculators.config import SpeculatorsConfig, VerifierConfig
+from make_draft_golden import AFTER, BEFORE, LAYER, SLOTS, WINDOW
 from speculators.losses import resolve_loss_config
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
-from speculators.proposals.greedy import GreedyTokenProposalConfig
-from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from transformers import LlamaConfig, Qwen3Config
 
-DEPTHS, MASK_TOKEN = 4, 95
-CASES = {  # the seeds are the first from 704 on without a near-tie
-    "peagle_two_layers": (partial(LlamaConfig, num_hidden_layers=2), {"norm_before_residual": True}, 704),
-    "peagle_fc_norm": (
-        partial(Qwen3Config, num_hidden_layers=1),
-        {"norm_before_residual": False, "fc_norm": True},
-        705,
-    ),
-    "peagle_window": (
-        partial(LlamaConfig, num_hidden_layers=2, **WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
-        {"norm_before_residual": True, "norm_before_fc": True},
-        707,
-    ),
+DEPTHS, TWO = 4, {"num_hidden_layers": 2}
+MIXED = TWO | WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
+CASES = {  # configuration of the layers, options, seed: the first from 704 on without a near-tie
+    "peagle_two_layers": (LlamaConfig, TWO, BEFORE, 704),
+    "peagle_fc_norm": (Qwen3Config, {}, AFTER | {"fc_norm": True}, 705),
+    "peagle_window": (LlamaConfig, MIXED, BEFORE | {"norm_before_fc": True}, 707),
 }
 
 
-def build_model(layer_class: type, options: dict, generator: torch.Generator) -> PEagleDraftModel:
+def make(layer_class: type, layer: dict, options: dict, generator: torch.Generator) -> tuple:
     config = PEagleSpeculatorConfig(
-        transformer_layer_config=layer_class(**LAYER),
-        draft_vocab_size=DRAFT_VOCAB,
-        eagle_aux_hidden_state_layer_ids=AUX_IDS,
-        mask_token_id=MASK_TOKEN,
-        speculators_config=SpeculatorsConfig(
-            algorithm="peagle",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=DEPTHS)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path="tiny-verifier", architectures=["LlamaForCausalLM"]),
-        ),
+        transformer_layer_config=layer_class(**LAYER | layer),
+        draft_vocab_size=case.DRAFT_VOCAB,
+        eagle_aux_hidden_state_layer_ids=case.INPUTS,
+        mask_token_id=case.MASK_TOKEN,
+        speculators_config=case.speculators_config("peagle", DEPTHS),
         **options,
     )
     model = PEagleDraftModel(config).eval()
-    counts = torch.randperm(VOCAB, generator=generator).tolist()
-    d2t, t2d = build_vocab_mappings_from_distribution(dict(enumerate(counts)), DRAFT_VOCAB, VOCAB)
-    model.load_vocab_mappings(t2d, d2t)
-    for name, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        scale = 1.0 if name in ("embed_tokens.weight", "mask_hidden") else weight.shape[-1] ** -0.5
-        weight.copy_(1 + 0.3 * noise if weight.dim() == 1 else noise * scale)
-    return model
-
-
-def golden(model: PEagleDraftModel, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    case.load_vocabulary(model, generator)
+    case.randomize(model, generator, tables=("embed_tokens.weight", "mask_hidden"), biases=())
     length, masks = SLOTS + DEPTHS - 1, DEPTHS - 1
-    tokens = torch.randint(VOCAB, (1, length), generator=generator)  # the last DEPTHS - 1 are not read at depth 0
-    taps = torch.randn(1, length, len(AUX_IDS) * HIDDEN, generator=generator)
+    tokens = torch.randint(case.VOCAB, (1, length), generator=generator)  # the last DEPTHS - 1 are not read at depth 0
+    taps = torch.randn(1, length, len(case.INPUTS) * case.HIDDEN, generator=generator)
     anchors = torch.cat([torch.arange(SLOTS), torch.full((masks,), SLOTS - 1)])
     depths = torch.cat([torch.zeros(SLOTS, dtype=torch.long), torch.arange(1, DEPTHS)])
     seen = []
     hook = model.lm_head.register_forward_hook(lambda _, _args, output: seen.append(output[0]))
     with patch.object(core, "generate_cod_sample_indices", lambda **_: (anchors, depths)):
-        final = torch.randn(1, length, HIDDEN, generator=generator)
+        final = torch.randn(1, length, case.HIDDEN, generator=generator)
         loss = resolve_loss_config("kl_div", "eager")  # the argument is required, but its result is not used
         documents = torch.zeros_like(tokens)
         model(taps, tokens, documents, verifier_last_hidden_states=final, loss_config=loss, num_depths=DEPTHS)
     hook.remove()
     (logits,) = seen
-    ids = logits[SLOTS - 1 :].argmax(-1)
-    best = logits[SLOTS - 1 :].topk(2).values
-    assert (best[:, 0] - best[:, 1]).min() > 0.05, "too close to a tie to be compared"
-    return {
-        "tokens": tokens[:, :SLOTS],
-        "taps": taps[:, :SLOTS],
-        "logits": logits,
-        "proposals": ids + model.d2t[ids],
-    }
+    ids = case.distinct(logits[SLOTS - 1 :], 0.05)
+    found = {"tokens": tokens[:, :SLOTS], "taps": taps[:, :SLOTS], "logits": logits}
+    return model, found | {"proposals": ids + model.d2t[ids]}
 
 
 if __name__ == "__main__":
-    write_cases(CASES, build_model, golden, "proposals", "PEagleDraftModel")
+    case.write_cases(case.arguments("peagle").out, CASES, make, case.versions("speculators", "torch", "transformers"))

@@ -13,7 +13,6 @@ used as uncompiled sources:
         --out tests/golden/quantized
 """
 
-import argparse
 import importlib
 import importlib.util
 import json
@@ -24,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from case import save_linear
+from case import arguments, save_linear
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.utils import calculate_qparams
@@ -50,32 +49,27 @@ GPTQ = {  # bits, group, symmetric, format, columns in the order of their groups
     "v1_8_bits": (8, 128, True, "gptq", True),
     "v2_8_bits_asymmetric": (8, 32, False, "gptq_v2", True),
 }
-AWQ = {"g128": 128, "g64": 64, "channel": -1}
+AWQ = {"g128": (128,), "g64": (64,), "channel": (-1,)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    for number, (name, (args, dtype)) in enumerate(COMPRESSED_TENSORS.items()):
-        torch.manual_seed(number)
-        save_linear(out / "compressed_tensors" / name, *by_compressed_tensors(QuantizationArgs(**args), dtype))
-    for number, (name, case) in enumerate(GPTQ.items()):
-        torch.manual_seed(number)
-        save_linear(out / "gptq" / name, *by_gptqmodel(*case))
-    for number, (name, group) in enumerate(AWQ.items()):
-        torch.manual_seed(number)
-        save_linear(out / "awq" / name, *by_autoawq(group))
+    out = arguments("quantized").out
+    tools = {"compressed_tensors": by_compressed_tensors, "gptq": by_gptqmodel, "awq": by_autoawq}
+    for (kind, make), cases in zip(tools.items(), (COMPRESSED_TENSORS, GPTQ, AWQ), strict=True):
+        for number, (name, case) in enumerate(cases.items()):
+            torch.manual_seed(number)
+            save_linear(out / kind / name, *make(*case))
 
 
-def by_compressed_tensors(args: QuantizationArgs, dtype: torch.dtype) -> tuple[dict, dict, torch.Tensor]:
+def by_compressed_tensors(given: dict, dtype: torch.dtype) -> tuple[dict, dict, torch.Tensor]:
     """Return quantization_config, the parts of a linear, and its weight [ROWS, COLUMNS] as the tool decompresses it."""
+    args = QuantizationArgs(**given)
     weight = torch.randn(ROWS, COLUMNS).mul_(0.02).add_(0.003).to(dtype)
     groups = weight.unflatten(1, (-1, args.group_size or COLUMNS))
     scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
-    given = {"weight": weight, "weight_scale": scale.to(dtype), "weight_zero_point": zero.to(torch.int8)}
-    parts = PackedQuantizationCompressor.compress(given, scheme)
+    parts = {"weight": weight, "weight_scale": scale.to(dtype), "weight_zero_point": zero.to(torch.int8)}
+    parts = PackedQuantizationCompressor.compress(parts, scheme)
     dense = PackedQuantizationCompressor.decompress(dict(parts), scheme)["weight"]
     config = QuantizationConfig(
         config_groups={"group_0": scheme},

@@ -93,16 +93,15 @@ def wide(check: Check) -> None:
 
 
 def write_layers(check: Check) -> None:
-    import published_heads
-    import published_widths
+    import published
 
     target, draft = (check.wide / name for name in ("target", "draft"))
     if (draft / "config.json").is_file():
         raise NotRun(f"it is there, in {check.wide}")
     target.mkdir(parents=True, exist_ok=True)
-    config = published_widths.gemma4_config(check.layers)
-    published_widths.save_target(target, config)
-    published_heads.eagle3(config).save(draft)
+    config = published.gemma4_config(check.layers)
+    published.save_target(target, config)
+    published.eagle3(config).save(draft)
 
 
 def export_layers(check: Check) -> Facts:

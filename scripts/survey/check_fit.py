@@ -1,12 +1,12 @@
 """Puts wrong readings into gemma4-tiny's heads, one at a time and in pairs, and prints which the measurement finds.
 
-    python scripts/survey/check_fit.py [--seed N] [--head draft] [--random N [--begin M] | --played [--recurrent]]
+    python scripts/survey/check_fit.py [--seed N] [--head draft] [--random N | --played [--recurrent]]
 
 A fault is the opposite of a reading: the head's files are changed to say something else, so that the reading that
-undoes the change is right. ``--random N`` measures heads of random weights, none of which may be repaired;
-``--begin M`` leaves out the first M of them. ``--played`` compares the expected tokens of a round with those of the
-runner's own loop on the same prompts, in float32, 8da8w and 8da4w; with ``--recurrent`` in float32, of heads that are
-trained for random targets of every kind of layer with a state (``--head NAME`` for one of them).
+undoes the change is right. ``--random N`` measures heads of random weights, none of which may be repaired.
+``--played`` compares the expected tokens of a round with those of the runner's own loop on the same prompts, in
+float32, 8da8w and 8da4w; with ``--recurrent`` in float32, of heads that are trained for random targets of every kind of
+layer with a state (``--head NAME`` for one of them).
 """
 
 import argparse
@@ -33,7 +33,6 @@ from eagle3.export.planning.plan import Plan, make_plan
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop.generation import complete
 from eagle3.runner.loop.statistics import GenerationStats
-from eagle3.runner.system.tables import show_tables, table
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
@@ -66,16 +65,15 @@ def faults(plan: Plan) -> Iterator[Fault]:
     undoable = [each for each in single if each[0].name not in ("last_norm", "fc_norm", "norm_before_fc")]
     for field, value in undoable:
         yield Fault({field.name: value}, read_plan(plan, field.applied(right, value)))
-    both = [pair for pair in itertools.combinations(undoable, 2) if not _same_taps(pair)]
+    both = [pair for pair in itertools.combinations(undoable, 2) if _independent(pair)]
     step = max(1, len(both) // PAIRS)
     for (first, value), (second, other) in both[::step][:PAIRS]:
         reading = second.applied(first.applied(right, value), other)
         yield Fault({first.name: value, second.name: other}, read_plan(plan, reading))
 
 
-def _same_taps(pair: tuple[Any, Any]) -> bool:
-    names = {field.name for field, _ in pair}
-    return len(names) == 1 or names == {"aux_layers", "aux_convention"}
+def _independent(pair: tuple[Any, Any]) -> bool:
+    return len({"taps" if field.name.startswith("aux_") else field.name for field, _ in pair}) > 1
 
 
 def judged(fit: Fit, fault: Fault, right: HeadReading, measured: Measured) -> str:
@@ -103,16 +101,15 @@ def randomized(plan: Plan, seed: int) -> Plan:
             for name, tensor in super().tensors():
                 if tensor.is_floating_point() and tensor.ndim > 1:
                     noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
-                    yield name, noise.to(tensor.dtype)
-                else:
-                    yield name, tensor
+                    tensor = noise.to(tensor.dtype)
+                yield name, tensor
 
     return replace(plan, draft=replace(plan.draft, source=Random(plan.draft.source.path)))
 
 
 def played(plan: Plan, measured: Measured) -> float:
-    """Return the acceptance length of the runner's loop over the eager module that an export of ``plan`` lowers, on
-    the prompts and for as many tokens as were measured."""
+    """Return the acceptance length of the runner's loop over the eager module that an export lowers, on what was
+    measured."""
     backend = load_backend(plan.config.backend)
     speculator = load_speculator(plan, EagerAttention, torch.float32, backend.conversion(plan))
     backend.prepare(speculator, plan)
@@ -125,9 +122,9 @@ def played(plan: Plan, measured: Measured) -> float:
     return stats.counts()["mean_acceptance_length"]
 
 
-def print_played(heads: list[str], seed: int) -> None:
-    """Print the expected acceptance length of each head and recipe, and that of the runner's loop."""
-    measured, rows = None, []
+def played_rows(heads: list[str], seed: int) -> Iterator[tuple]:
+    """Yield the expected acceptance length of each head and recipe, and that of the runner's loop."""
+    measured = None
     for head in heads:
         fit = None
         for recipe in ("none", "8da8w", "8da4w"):
@@ -135,61 +132,33 @@ def print_played(heads: list[str], seed: int) -> None:
             plan = plan_of(head, **flags)
             measured = measured or Measured(plan, seed=seed)
             fit = fit or measure_head(measured, plan)
-            (low, high), length = fit.file.expected.interval, played(plan, measured)
-            expected = f"{fit.file.expected.length:.2f} ({low:.2f} to {high:.2f})"
-            rows.append((head, recipe, expected, f"{length:.2f}", _placed(low, length, high)))
-            print(*rows[-1], sep=" | ", flush=True)
-    columns = ("head", "recipe", "expected", "played", "")
-    show_tables(f"gemma4-tiny, seed {seed}", [table("Acceptance length", columns, rows)])
+            yield head, recipe, *compared(fit, played(plan, measured))
 
 
-def print_recurrent(names: list[str], seed: int) -> None:
-    """Print the expected acceptance length of a trained head of each recurrent target, and that of the runner's
-    loop."""
+def recurrent_rows(names: list[str], seed: int) -> Iterator[tuple]:
+    """Yield the expected acceptance length of a trained head of each recurrent target, and that of the loop."""
     from recurrent_pairs import CONFIGS, recurrent_plan, trained
 
-    rows = []
     for name in names or CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
             plan, _ = recurrent_plan(name, Path(folder))
             measured = Measured(plan, seed=seed)
             with few_threads(True):
                 plan = trained(plan, measured)
-            fit, length = measure_head(measured, plan), played(plan, measured)
-        own = fit.file.expected
-        rows.append((name, fit.verdict, own.text(), f"{length:.2f}", _placed(own.interval[0], length, own.interval[1])))
-        print(*rows[-1], sep=" | ", flush=True)
-    columns = ("target", "verdict", "expected", "played", "")
-    show_tables(f"random targets with states, seed {seed}", [table("Acceptance length", columns, rows)])
+            fit = measure_head(measured, plan)
+            yield name, fit.verdict, *compared(fit, played(plan, measured))
 
 
-def _placed(low: float, length: float, high: float) -> str:
-    return "within" if low <= length <= high else "OUTSIDE"
+def compared(fit: Fit, length: float) -> tuple[str, str, str]:
+    """Return the expected length with its interval, the played one, and whether that is in the interval."""
+    own = fit.file.expected
+    low, high = own.interval
+    place = "within" if low <= length <= high else "OUTSIDE"
+    return f"{own.length:.2f} ({low:.2f} to {high:.2f})", f"{length:.2f}", place
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--head", action="append")
-    parser.add_argument("--random", type=int, default=0, metavar="N")
-    parser.add_argument("--begin", type=int, default=0, metavar="M")
-    parser.add_argument("--played", action="store_true")
-    parser.add_argument("--recurrent", action="store_true")
-    given = parser.parse_args()
-    if given.played and given.recurrent:
-        print_recurrent(given.head or [], given.seed)
-        return
-    if given.played:
-        print_played(given.head or list(HEADS), given.seed)
-        return
-    heads = given.head or list(HEADS)
-    measured = Measured(plan_of(heads[0]), seed=given.seed)
-    print_random(heads, range(given.begin, given.random), measured) if given.random else print_faults(heads, measured)
-
-
-def print_faults(heads: list[str], measured: Measured) -> None:
-    """Print what is found of every fault, and of the head without a fault."""
-    rows = []
+def fault_rows(heads: list[str], measured: Measured) -> Iterator[tuple]:
+    """Yield what is found of every fault, and of the head without a fault."""
     for head in heads:
         plan = plan_of(head)
         right = HeadReading(plan.draft, plan.taps, plan.target_config)
@@ -197,23 +166,39 @@ def print_faults(heads: list[str], measured: Measured) -> None:
             fit = measure_head(measured, fault.plan)
             lengths = (f"{each.expected.length:.2f}" for each in (fit.file, fit.best))
             found = judged(fit, fault, right, measured)
-            rows.append((head, str(fault), fit.verdict, fit.typed(fit.best), *lengths, found))
-            print(*rows[-1], sep=" | ", flush=True)
-    columns = ("head", "fault", "verdict", "to type", "as read", "best", "judged")
-    show_tables(f"gemma4-tiny, seed {measured.seed}", [table("Faults", columns, rows)])
+            yield head, str(fault), fit.verdict, fit.typed(fit.best), *lengths, found
 
 
-def print_random(heads: list[str], numbers: range, measured: Measured) -> None:
-    """Print what is found of random heads by their numbers, of the shapes of each head in turn."""
-    rows = []
-    for number in numbers:
+def random_rows(heads: list[str], count: int, measured: Measured) -> Iterator[tuple]:
+    """Yield what is found of random heads by their numbers, of the shapes of each head in turn."""
+    for number in range(count):
         head = heads[number % len(heads)]
         fit = measure_head(measured, randomized(plan_of(head), number))
         changed = "left alone" if not fit.best.changes else "CHANGED"
-        rows.append((head, f"random {number}", fit.verdict, fit.typed(fit.best), changed))
-        print(*rows[-1], sep=" | ", flush=True)
-    columns = ("head", "weights", "verdict", "to type", "")
-    show_tables(f"gemma4-tiny, seed {measured.seed}", [table("Random heads", columns, rows)])
+        yield head, f"random {number}", fit.verdict, fit.typed(fit.best), changed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--head", action="append")
+    parser.add_argument("--random", type=int, default=0, metavar="N")
+    for flag in ("--played", "--recurrent"):
+        parser.add_argument(flag, action="store_true")
+    given = parser.parse_args()
+    heads = given.head or list(HEADS)
+    if given.played and given.recurrent:
+        columns, rows = ("target", "verdict", "expected", "played", ""), recurrent_rows(given.head or [], given.seed)
+    elif given.played:
+        columns, rows = ("head", "recipe", "expected", "played", ""), played_rows(heads, given.seed)
+    elif given.random:
+        columns = ("head", "weights", "verdict", "to type", "")
+        rows = random_rows(heads, given.random, Measured(plan_of(heads[0]), seed=given.seed))
+    else:
+        columns = ("head", "fault", "verdict", "to type", "as read", "best", "judged")
+        rows = fault_rows(heads, Measured(plan_of(heads[0]), seed=given.seed))
+    for row in itertools.chain([columns], rows):
+        print(*row, sep=" | ", flush=True)
 
 
 if __name__ == "__main__":

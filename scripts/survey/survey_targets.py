@@ -61,12 +61,10 @@ class Outcome(NamedTuple):
 
 def classes() -> Iterator[tuple[str, str]]:
     """Yield (model type, class name), each pair once."""
-    pairs = {}
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
-        for model_type, names in mapping.items():
-            for name in [names] if isinstance(names, str) else names:
-                pairs[model_type, name] = None
-    yield from sorted(pairs)
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    every = [(kind, names) for mapping in mappings for kind, names in mapping.items()]
+    several = {(kind, name) for kind, names in every if not isinstance(names, str) for name in names}
+    yield from sorted(several | {(kind, names) for kind, names in every if isinstance(names, str)})
 
 
 def tiny(model_type: str, name: str) -> PreTrainedConfig:
@@ -119,36 +117,18 @@ def save_draft(config: PreTrainedConfig, folder: Path) -> None:
     """Write a draft head in the layout of SafeAILab's original heads, for a text configuration."""
     hidden, vocabulary, heads = config.hidden_size, config.vocab_size, 4
     size = hidden // heads * heads
-    shapes = {
-        "fc.weight": (hidden, 3 * hidden),
-        "midlayer.self_attn.q_proj.weight": (size, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (size, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (size, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, size),
-        "midlayer.mlp.gate_proj.weight": (hidden, hidden),
-        "midlayer.mlp.up_proj.weight": (hidden, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, hidden),
-        "lm_head.weight": (vocabulary, hidden),
-    }
-    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
-    save_zeros(shapes | {f"{name}.weight": (hidden,) for name in norms}, folder)
-    fields = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": hidden // heads,
-        "num_hidden_layers": 1,
-        "vocab_size": vocabulary,
-        "draft_vocab_size": vocabulary,
-        "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(fields))
+    shapes = {"fc": (hidden, 3 * hidden), "lm_head": (vocabulary, hidden), "norm": (hidden,)}
+    shapes |= {f"midlayer.self_attn.{name}_proj": (size, 2 * hidden) for name in "qkv"}
+    shapes |= {"midlayer.self_attn.o_proj": (hidden, size)}
+    shapes |= {f"midlayer.mlp.{name}_proj": (hidden, hidden) for name in ("gate", "up", "down")}
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    shapes |= {f"midlayer.{name}": (hidden,) for name in norms}
+    save_zeros({f"{name}.weight": shape for name, shape in shapes.items()}, folder)
+    fields = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    fields |= {"hidden_size": hidden, "intermediate_size": hidden, "head_dim": hidden // heads}
+    fields |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": CONTEXT}
+    fields |= {"vocab_size": vocabulary, "draft_vocab_size": vocabulary, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": False}))
 
 
 def outcome(model_type: str, name: str) -> Outcome:
@@ -228,16 +208,12 @@ def reason(found: Outcome) -> str:
     return f"{found.what}: {found.line}"
 
 
-def silence() -> None:
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-
-
 @click.command()
 @click.option("--only", multiple=True, metavar="MODEL_TYPE")
 def main(only: tuple[str, ...]) -> None:
     """Write the list, or print single outcomes."""
-    silence()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     torch.set_num_threads(1)
     found = []
     for model_type, name in classes():

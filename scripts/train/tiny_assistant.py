@@ -7,10 +7,11 @@ of ``tiny_draft.py``.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from tiny_training import STEP_WEIGHT, Pieces, train
+from tiny_training import STEP_WEIGHT, Pieces, frozen, train
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
@@ -20,23 +21,13 @@ WIDTH, INNER, LAYER_TYPES, UNROLLED, CHAIN_LEN = 128, 384, ["sliding_attention",
 
 def initial_assistant(target: Gemma4ForCausalLM, seed: int) -> Gemma4AssistantForCausalLM:
     torch.manual_seed(seed)
-    config, full = target.config, target.config.layer_types.index("full_attention")
-    layer = config.per_layer_config[full]
-    changed = {
-        "hidden_size": WIDTH,
-        "intermediate_size": INNER,
-        "num_hidden_layers": len(LAYER_TYPES),
-        "layer_types": LAYER_TYPES,
-        "num_kv_shared_layers": len(LAYER_TYPES),
-        "vocab_size_per_layer_input": 0,
-        "final_logit_softcapping": None,
-        "per_layer_config": {
-            LAYER_TYPES.index("full_attention"): {
-                "head_dim": layer.head_dim,
-                "num_key_value_heads": layer.num_key_value_heads,
-            }
-        },
-    }
+    config = target.config
+    full = config.per_layer_config[config.layer_types.index("full_attention")]
+    keys = {"head_dim": full.head_dim, "num_key_value_heads": full.num_key_value_heads}
+    changed = {"hidden_size": WIDTH, "intermediate_size": INNER, "layer_types": LAYER_TYPES}
+    changed |= dict.fromkeys(("num_hidden_layers", "num_kv_shared_layers"), len(LAYER_TYPES))
+    changed |= {"vocab_size_per_layer_input": 0, "final_logit_softcapping": None}
+    changed |= {"per_layer_config": {LAYER_TYPES.index("full_attention"): keys}}
     usual = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
     text = Gemma4TextConfig.from_dict(usual | changed)
     whole = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=config.hidden_size)
@@ -93,24 +84,14 @@ def unrolled_loss(
 
 
 def train_assistant(folder: Path, target_folder: Path, pieces: Pieces, steps: int, seed: int, log: Callable) -> dict:
-    """Train on three quarters of the target's own greedy completions and one quarter of text. Writes a folder in
-    transformers' format at intervals."""
+    """Train the assistant, and write a folder in transformers' format at intervals."""
     torch.manual_seed(seed)
     with states_are_shared(Gemma4TextConfig):
-        target = Gemma4ForCausalLM.from_pretrained(
-            target_folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        assistant = initial_assistant(target.requires_grad_(False), seed)
+        target = frozen(target_folder, attn_implementation="eager")
+        assistant = initial_assistant(target, seed)
     assistant.set_attn_implementation("eager")
-    return train(
-        "assistant",
-        assistant,
-        lambda piece: unrolled_loss(assistant, target, piece),
-        pieces,
-        steps,
-        lambda: save_assistant(assistant, folder),
-        log,
-    )
+    save = partial(save_assistant, assistant, folder)
+    return train("assistant", assistant, partial(unrolled_loss, assistant, target), pieces, steps, save, log)
 
 
 def save_assistant(assistant: Gemma4AssistantForCausalLM, folder: Path) -> None:

@@ -6,13 +6,12 @@ the window, and to all rows of the same block. Earlier rows weigh more: exp(-(r 
 arXiv 2602.06036). The folder is written as speculators writes its own.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from tiny_training import Pieces, save_tensors, train
+from tiny_training import Pieces, frozen, initial_matrices, save_speculator, save_tensors, stored, taught, train
 from torch import Tensor
 from transformers import Gemma4ForCausalLM
 
@@ -26,57 +25,14 @@ TAPS, MASK_TOKEN, ROWS, WINDOW, ANCHORS, DECAY = (1, 3, 5), 3, 8, 128, 32, 4.0
 """The mask token is <unk>, which no text has. ``ROWS``: the rows of a block. ``ANCHORS``: the blocks of a piece in a
 step."""
 LAYERS = 3
-LAYER = {
-    "model_type": "qwen3",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "max_position_embeddings": 1024,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "layer_types": ["sliding_attention"] * LAYERS,
-    "use_sliding_window": True,
-    "sliding_window": WINDOW,
-}
+LINEARS = {"model_type": "qwen3", "intermediate_size": 512, "num_hidden_layers": LAYERS, "sliding_window": WINDOW}
+LINEARS |= {"layer_types": ["sliding_attention"] * LAYERS, "use_sliding_window": True}
 
 
 def initial_checkpoint(folder: Path, vocabulary: int, seed: int) -> None:
     """Write a speculators folder with an untrained head, which has the target's embedding and lm_head."""
     torch.manual_seed(seed)
-    hidden, inner, heads, keys = 256, LAYER["intermediate_size"], 4 * 64, 2 * 64
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": ROWS - 1,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
-        "speculators_version": "0.9.0",
-        "draft_vocab_size": vocabulary,
-        "dtype": "bfloat16",
-        "aux_hidden_state_layer_ids": list(TAPS),
-        "block_size": ROWS,
-        "mask_token_id": MASK_TOKEN,
-        "sample_from_anchor": False,
-        "sliding_window_non_causal": True,
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": LAYER | {"vocab_size": vocabulary},
-        "speculators_config": {
-            "algorithm": "dflash",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": "gemma4-tiny", "architectures": ["Gemma4ForCausalLM"]},
-        },
-    }
+    hidden, inner, heads, keys = 256, 512, 4 * 64, 2 * 64
     shapes = {"fc": (hidden, len(TAPS) * hidden)}
     norms = {"norm": hidden, "hidden_norm": hidden}
     for at in (f"layers.{index}" for index in range(LAYERS)):
@@ -86,12 +42,13 @@ def initial_checkpoint(folder: Path, vocabulary: int, seed: int) -> None:
         shapes |= {f"{at}.mlp.down_proj": (hidden, inner)}
         norms |= {f"{at}.{name}": hidden for name in ("input_layernorm", "post_attention_layernorm")}
         norms |= {f"{at}.self_attn.{name}_norm": 64 for name in "qk"}
-    tensors = {f"{name}.weight": torch.randn(shape) * 0.5 / shape[1] ** 0.5 for name, shape in shapes.items()}
-    tensors |= {f"{name}.weight": torch.ones(size) for name, size in norms.items()}
-    tensors["norm.weight"] *= 0.1  # the rows of Gemma's embedding have large norms
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_tensors(folder, tensors)
+    tensors = initial_matrices(shapes) | {name: torch.ones(size) for name, size in norms.items()}
+    tensors["norm"] *= 0.1  # the rows of Gemma's embedding have large norms
+    fields = {"draft_vocab_size": vocabulary, "aux_hidden_state_layer_ids": list(TAPS), "block_size": ROWS}
+    fields |= {"mask_token_id": MASK_TOKEN, "sample_from_anchor": False, "sliding_window_non_causal": True}
+    layer = LINEARS | {"vocab_size": vocabulary}
+    tensors = {f"{name}.weight": value for name, value in tensors.items()}
+    save_speculator(folder, "dflash", "DFlashDraftModel", ROWS - 1, layer, fields, tensors)
 
 
 def mask(anchors: Tensor, length: int) -> Tensor:
@@ -126,13 +83,11 @@ def attention(layer: DraftLayer, feature: Tensor, x: Tensor, context: Place, blo
 
 def block_loss(head: Head, target: Gemma4ForCausalLM, piece: Tensor) -> Tensor:
     """Return the cross entropy of ``ANCHORS`` blocks of each sequence [B, T] against the target's own distribution."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        seen = target(piece, use_cache=False, output_hidden_states=True)
-        wanted = seen.logits.float().softmax(-1)
+    states, wanted = taught(target, piece)
     length, batch = piece.shape[1], len(piece)
     anchors = torch.randperm(length - ROWS)[:ANCHORS].sort().values + 1
     places = (anchors[:, None] + torch.arange(ROWS)).flatten()
-    feature = head.fuse(tuple(seen.hidden_states[tap] for tap in TAPS))
+    feature = head.fuse(tuple(states[tap] for tap in TAPS))
     tokens = torch.full((batch, ANCHORS, ROWS), MASK_TOKEN)
     tokens[:, :, 0] = piece[:, anchors]
     x = torch.nn.functional.embedding(tokens.flatten(1), target.model.embed_tokens.weight)
@@ -152,17 +107,15 @@ def block_loss(head: Head, target: Gemma4ForCausalLM, piece: Tensor) -> Tensor:
 
 
 def train_dflash(folder: Path, target_folder: Path, pieces: Pieces, steps: int, seed: int, log: Callable) -> dict:
-    """Train on three quarters of the target's own greedy completions and one quarter of text. Writes a speculators
-    folder at intervals."""
+    """Train the head, and write a speculators folder at intervals."""
     torch.manual_seed(seed)
-    target = Gemma4ForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval().requires_grad_(False)
+    target = frozen(target_folder)
     initial_checkpoint(folder, target.config.vocab_size, seed)
     draft = read_draft(folder)
     shared = SimpleNamespace(embed_tokens=torch.nn.Identity(), lm_head=torch.nn.Identity())  # the target's are fixed
     head = load_draft(draft, 1024, torch.float32, EagerAttention, shared).requires_grad_(True)
 
     def save() -> None:
-        names = {own: name for name, own in draft.tensor_names.items()}
-        save_tensors(folder, {names[own]: value for own, value in head.state_dict().items() if own in names})
+        save_tensors(folder, stored(draft, head))
 
     return train("dflash", head, lambda piece: block_loss(head, target, piece), pieces, steps, save, log)

@@ -7,14 +7,23 @@ are seven steps, as in the paper. Three of four pieces are completions by the ta
 the draft vocabulary.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from tiny_training import STEP_WEIGHT, Pieces, save_tensors, train
+from tiny_training import (
+    STEP_WEIGHT,
+    Pieces,
+    frozen,
+    initial_matrices,
+    save_speculator,
+    save_tensors,
+    stored,
+    taught,
+    train,
+)
 from transformers import Gemma4ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -25,80 +34,30 @@ from eagle3.targets.attention import EagerAttention
 
 TAPS, DRAFT_VOCABULARY, CHAIN_LEN = (1, 3, 5), 1024, 3
 UNROLLED = 7
-LAYER = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "max_position_embeddings": 1024,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-}
+LINEARS = {"model_type": "llama", "intermediate_size": 768, "num_hidden_layers": 1, "mlp_bias": False}
 
 
 def initial_checkpoint(folder: Path, target: Gemma4ForCausalLM, counts: Counter, seed: int) -> None:
     """Write a speculators folder with an untrained head over the most frequent tokens and the target's embedding."""
     torch.manual_seed(seed)
-    vocabulary, hidden = target.config.vocab_size, LAYER["hidden_size"]
-    layer = {**LAYER, "vocab_size": vocabulary}
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": CHAIN_LEN,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    config = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "draft_vocab_size": DRAFT_VOCABULARY,
-        "dtype": "bfloat16",
-        "eagle_aux_hidden_state_layer_ids": list(TAPS),
-        "norm_before_residual": True,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": "gemma4-tiny", "architectures": ["Gemma4ForCausalLM"]},
-        },
-    }
+    vocabulary, hidden, width, heads, keys = target.config.vocab_size, 256, 768, 4 * 64, 2 * 64
     ids = torch.tensor(sorted(token for token, _ in counts.most_common(DRAFT_VOCABULARY)))
-    heads, width = LAYER["num_attention_heads"] * LAYER["head_dim"], LAYER["intermediate_size"]
-    keys = LAYER["num_key_value_heads"] * LAYER["head_dim"]
-    shapes = {
-        "fc.weight": (hidden, len(TAPS) * hidden),
-        "lm_head.weight": (DRAFT_VOCABULARY, hidden),
-        "layers.0.self_attn.q_proj.weight": (heads, 2 * hidden),
-        "layers.0.self_attn.k_proj.weight": (keys, 2 * hidden),
-        "layers.0.self_attn.v_proj.weight": (keys, 2 * hidden),
-        "layers.0.self_attn.o_proj.weight": (hidden, heads),
-        "layers.0.mlp.gate_proj.weight": (width, hidden),
-        "layers.0.mlp.up_proj.weight": (width, hidden),
-        "layers.0.mlp.down_proj.weight": (hidden, width),
-    }
+    shapes = {"fc": (hidden, len(TAPS) * hidden), "lm_head": (DRAFT_VOCABULARY, hidden)}
+    attention = {"q": (heads, 2 * hidden), "k": (keys, 2 * hidden), "v": (keys, 2 * hidden), "o": (hidden, heads)}
+    shapes |= {f"layers.0.self_attn.{name}_proj": shape for name, shape in attention.items()}
+    shapes |= {f"layers.0.mlp.{name}_proj": (width, hidden) for name in ("gate", "up")}
+    tensors = initial_matrices(shapes | {"layers.0.mlp.down_proj": (hidden, width)})
     norms = ("norm", *(f"layers.0.{n}" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
-    tensors = {name: torch.randn(shape) * 0.5 / shape[1] ** 0.5 for name, shape in shapes.items()}
-    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
-    tensors["embed_tokens.weight"] = target.model.embed_tokens.weight.detach().float().clone()
-    tensors["lm_head.weight"] = tensors["embed_tokens.weight"][ids].clone()
+    tensors |= {name: torch.ones(hidden) for name in norms}
+    tensors["embed_tokens"] = target.model.embed_tokens.weight.detach().float().clone()
+    tensors["lm_head"] = tensors["embed_tokens"][ids].clone()
+    tensors = {f"{name}.weight": value for name, value in tensors.items()}
     tensors["d2t"] = ids - torch.arange(DRAFT_VOCABULARY)
     tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_tensors(folder, tensors)
+    fields = {"draft_vocab_size": DRAFT_VOCABULARY, "eagle_aux_hidden_state_layer_ids": list(TAPS)}
+    fields |= {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
+    layer = LINEARS | {"vocab_size": vocabulary}
+    save_speculator(folder, "eagle3", "Eagle3DraftModel", CHAIN_LEN, layer, fields, tensors)
 
 
 class Unroll:
@@ -139,13 +98,11 @@ class Unroll:
 
 def unrolled_loss(head: DraftHead, target: Gemma4ForCausalLM, piece: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy against the target's own distribution on the draft vocabulary, weighted by 0.8^step."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        seen = target(piece, use_cache=False, output_hidden_states=True)
-        ids = torch.arange(head.d2t.numel()) + head.d2t
-        wanted = seen.logits.float().softmax(-1)[..., ids]  # not renormalized: other tokens count as zero
+    states, wanted = taught(target, piece)
+    wanted = wanted[..., torch.arange(head.d2t.numel()) + head.d2t]  # not renormalized: other tokens count as zero
     length = piece.shape[1] - UNROLLED
     unroll = Unroll(head, length)
-    feature = head.fuse(tuple(seen.hidden_states[tap][:, :length] for tap in TAPS))
+    feature = head.fuse(tuple(states[tap][:, :length] for tap in TAPS))
     total = torch.zeros(())
     for step in range(UNROLLED):
         feature = unroll.step(piece[:, 1 + step : 1 + step + length], feature)
@@ -156,10 +113,9 @@ def unrolled_loss(head: DraftHead, target: Gemma4ForCausalLM, piece: torch.Tenso
 
 
 def train_draft(folder: Path, target_folder: Path, pieces: Pieces, steps: int, seed: int, log: Callable) -> dict:
-    """Train on three quarters of the target's own greedy completions and one quarter of text. Writes a speculators
-    folder at intervals."""
+    """Train the head, and write a speculators folder at intervals."""
     torch.manual_seed(seed)
-    target = Gemma4ForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval().requires_grad_(False)
+    target = frozen(target_folder)
     counts = Counter(pieces.written[:, 64:].flatten().tolist())
     initial_checkpoint(folder, target, counts, seed)
     draft = read_draft(folder)
@@ -167,11 +123,9 @@ def train_draft(folder: Path, target_folder: Path, pieces: Pieces, steps: int, s
     head = load_draft(draft, 1024, torch.float32, EagerAttention, shared).requires_grad_(True)
 
     def save() -> None:
-        names = {own: name for name, own in draft.tensor_names.items()}
-        tensors = {names[own]: value for own, value in head.state_dict().items() if own in names}
         t2d = torch.zeros(target.config.vocab_size, dtype=torch.bool)
         t2d[torch.arange(DRAFT_VOCABULARY) + head.d2t] = True
-        save_tensors(folder, {**tensors, "t2d": t2d})
+        save_tensors(folder, {**stored(draft, head), "t2d": t2d})
 
     figures = train("draft", head, lambda piece: unrolled_loss(head, target, piece), pieces, steps, save, log)
     covered = sum(counts[int(i + o)] for i, o in enumerate(head.d2t)) / sum(counts.values())

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file
 from tiny_draft import DRAFT_VOCABULARY, TAPS
-from tiny_training import STEP_WEIGHT, Pieces, save_tensors, train
+from tiny_training import STEP_WEIGHT, Pieces, frozen, save_tensors, stored, taught, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM
@@ -79,16 +79,8 @@ def mask(anchors: Tensor, length: int) -> Tensor:
 
 
 def all_rows(head: DraftHead, mask_feature: Tensor, tokens: Tensor, feature: Tensor, anchors: Tensor) -> Tensor:
-    """Return the states of all slots, then of the mask rows after the slots ``anchors``, slot by slot.
-
-    Args:
-        mask_feature: [1, 1, H]
-        tokens, feature: [B, T] and [B, T, H], of T slots
-        anchors: int64 [A], ascending
-
-    Returns:
-        [B, T + A * (PROPOSALS - 1), H]
-    """
+    """Return the states [B, T + A * (PROPOSALS - 1), H] of all slots, then of the mask rows after the slots ``anchors``
+    (int64 [A], ascending), slot by slot. ``mask_feature`` is [1, 1, H], ``tokens`` [B, T], ``feature`` [B, T, H]."""
     batch, length = tokens.shape
     masked = places(anchors)
     tokens = torch.cat((tokens, torch.full((batch, len(masked)), head.mask_token)), 1)
@@ -109,13 +101,11 @@ def places(anchors: Tensor) -> Tensor:
 def parallel_loss(trained: Trained, target: Gemma4ForCausalLM, piece: Tensor) -> Tensor:
     """Return the cross entropy against the target's own distribution on the draft vocabulary, weighted by 0.8^row."""
     head = trained.head
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        seen = target(piece, use_cache=False, output_hidden_states=True)
-        ids = torch.arange(head.d2t.numel()) + head.d2t
-        wanted = seen.logits.float().softmax(-1)[..., ids]  # not renormalized: other tokens count as zero
+    states, wanted = taught(target, piece)
+    wanted = wanted[..., torch.arange(head.d2t.numel()) + head.d2t]  # not renormalized: other tokens count as zero
     length = piece.shape[1] - PROPOSALS
     anchors = torch.randperm(length)[:ANCHORS].sort().values
-    feature = head.fuse(tuple(seen.hidden_states[tap][:, :length] for tap in TAPS))
+    feature = head.fuse(tuple(states[tap][:, :length] for tap in TAPS))
     mask_feature = head.fuse(tuple(trained.mask_hidden.chunk(len(TAPS), -1)))
     state = all_rows(head, mask_feature, piece[:, 1 : 1 + length], feature, anchors)
     logits = head.lm_head(head.norm(state)).float().log_softmax(-1)
@@ -127,9 +117,8 @@ def parallel_loss(trained: Trained, target: Gemma4ForCausalLM, piece: Tensor) ->
 
 
 def train_peagle(folder: Path, target_folder: Path, pieces: Pieces, steps: int, seed: int, log: Callable) -> dict:
-    """Train on three quarters of the target's own greedy completions and one quarter of text, starting from the EAGLE-3
-    head beside ``folder``. Writes a speculators folder at intervals."""
-    target = Gemma4ForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval().requires_grad_(False)
+    """Train the head, starting from the EAGLE-3 head beside ``folder``, and write a speculators folder at intervals."""
+    target = frozen(target_folder)
     initial_checkpoint(folder, folder.parent / "draft", seed)
     draft = read_draft(folder)
     shared = SimpleNamespace(embed_tokens=target.model.embed_tokens, lm_head=target.lm_head)
@@ -138,9 +127,7 @@ def train_peagle(folder: Path, target_folder: Path, pieces: Pieces, steps: int, 
     trained = Trained(head, tensors[MASK].float())
 
     def save() -> None:
-        names = {own: name for name, own in draft.tensor_names.items()}
-        learned = {names[own]: value for own, value in head.state_dict().items() if own in names}
-        save_tensors(folder, {**learned, MASK: trained.mask_hidden, "t2d": tensors["t2d"]})
+        save_tensors(folder, {**stored(draft, head), MASK: trained.mask_hidden, "t2d": tensors["t2d"]})
 
     assert head.d2t.numel() == DRAFT_VOCABULARY
     return train("peagle", trained, lambda piece: parallel_loss(trained, target, piece), pieces, steps, save, log)

@@ -18,28 +18,12 @@ PEAK_RATE = 4e-3
 def tiny_config(vocab_size: int) -> Gemma4TextConfig:
     """Return the configuration: five sliding layers and one with full attention. Every linear's input width is a
     multiple of 256, for CUDA's INT4 packing."""
-    return Gemma4TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        global_head_dim=128,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=vocab_size,
-        sliding_window=64,
-        max_position_embeddings=CONTEXT,
-        final_logit_softcapping=30.0,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-        dtype="bfloat16",
-    )
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": vocab_size}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": 64}
+    full = {"global_head_dim": 128, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    table = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": vocab_size, "tie_word_embeddings": True}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "max_position_embeddings": CONTEXT}
+    return Gemma4TextConfig(**sizes, **heads, **full, **table, **tokens, final_logit_softcapping=30.0, dtype="bfloat16")
 
 
 def crops(stream: np.ndarray, length: int, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -83,10 +67,18 @@ def optimizers(model: torch.nn.Module, rate: float) -> list[torch.optim.Optimize
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen and p.requires_grad]
-    return [
-        Muon(matrices, lr=rate),
-        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    return [Muon(matrices, lr=rate), torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def update(model: torch.nn.Module, steppers: list[torch.optim.Optimizer], loss: torch.Tensor, rate: float) -> None:
+    """Make a step of all optimizers with the learning rate."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for stepper in steppers:
+        for group in stepper.param_groups:
+            group["lr"] = rate
+        stepper.step()
+        stepper.zero_grad(set_to_none=True)
 
 
 def schedule(progress: float, warmup: float = 0.02, decay: float = 0.6) -> float:
@@ -110,17 +102,10 @@ def evaluate(model: torch.nn.Module, stream: np.ndarray, length: int = 512, piec
 
 
 def train_target(
-    folder: Path,
-    streams: tuple[np.ndarray, np.ndarray],
-    tokenizer: Tokenizer,
-    steps: int,
-    seed: int,
-    log: Callable[[str], None],
+    folder: Path, streams: tuple[np.ndarray, np.ndarray], tokenizer: Tokenizer, steps: int, seed: int, log: Callable
 ) -> dict:
     """Train on ``streams`` (train, held out) and write a Hugging Face folder, also at intervals during training.
-
-    Returns the figures of the model card.
-    """
+    Returns the figures of the model card."""
     train, held_out = streams
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -130,16 +115,9 @@ def train_target(
     for step in range(steps):
         length, count = (CONTEXT, 4) if step > 0.85 * steps else (256, 16)  # the last pieces are as long as the context
         piece = crops(train, length, count, generator)
-        for stepper in steppers:
-            for group in stepper.param_groups:
-                group["lr"] = PEAK_RATE * schedule(step / steps)
         logits = model(piece[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), piece[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepper in steppers:
-            stepper.step()
-            stepper.zero_grad(set_to_none=True)
+        update(model, steppers, loss, PEAK_RATE * schedule(step / steps))
         seen += length * count
         average = loss.item() if math.isnan(average) else 0.98 * average + 0.02 * loss.item()
         if step % 25 == 24:
@@ -151,13 +129,8 @@ def train_target(
     save_target(model, tokenizer, folder)
     loss = evaluate(Gemma4ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), held_out)
     log(f"target done, held-out loss {loss:.3f}")
-    return {
-        "steps": steps,
-        "tokens": seen,
-        "minutes": round((time.monotonic() - start) / 60, 1),
-        "train_loss": round(average, 3),
-        "held_out_loss": round(loss, 3),
-    }
+    figures = {"steps": steps, "tokens": seen, "minutes": round((time.monotonic() - start) / 60, 1)}
+    return figures | {"train_loss": round(average, 3), "held_out_loss": round(loss, 3)}
 
 
 def save_target(model: Gemma4ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
@@ -167,10 +140,5 @@ def save_target(model: Gemma4ForCausalLM, tokenizer: Tokenizer, folder: Path) ->
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": CONTEXT,
-        "add_bos_token": True,
-        **special,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONTEXT, "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | special, indent=2) + "\n")

@@ -1,6 +1,7 @@
 """Functions that the trainings of gemma4-tiny's draft heads share: pieces of text, the loop, the tensors of a folder,
 the measured acceptance."""
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tiny_target import crops, optimizers, schedule
+from tiny_target import crops, optimizers, schedule, update
+from torch import Tensor
 from transformers import Gemma4ForCausalLM
 
 from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.draft.common.description import DraftDescription
 from eagle3.export.pipeline import load_speculator, make_metadata
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.hosts.session import EagerSession
@@ -61,21 +64,15 @@ def train(
     save: Callable[[], None],
     log: Callable[[str], None],
 ) -> dict:
-    """Train a draft module, saving it at intervals. Returns the figures that ``training.json`` keeps."""
+    """Train a draft module on three quarters of the target's own greedy completions and one quarter of text, saving it
+    at intervals. Returns the figures that ``training.json`` keeps."""
     steppers = optimizers(module, PEAK_RATE)
     start, average = time.monotonic(), 0.0
     for step in range(steps):
         piece = pieces.batch()
-        for stepper in steppers:
-            for group in stepper.param_groups:
-                group["lr"] = PEAK_RATE * schedule(step / steps)
         with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):  # half the time
             loss = loss_of(piece)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        for stepper in steppers:
-            stepper.step()
-            stepper.zero_grad(set_to_none=True)
+        update(module, steppers, loss, PEAK_RATE * schedule(step / steps))
         average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
         if step % 25 == 24:
             pace = (time.monotonic() - start) / (step + 1)
@@ -84,6 +81,50 @@ def train(
             save()
     minutes = round((time.monotonic() - start) / 60, 1)
     return {"steps": steps, "minutes": minutes, "loss": round(average, 3), "continuations": len(pieces.written)}
+
+
+def frozen(target_folder: Path, **options: str) -> Gemma4ForCausalLM:
+    """Return the target in float32, whose weights are not trained."""
+    return Gemma4ForCausalLM.from_pretrained(target_folder, dtype=torch.float32, **options).eval().requires_grad_(False)
+
+
+def taught(target: Gemma4ForCausalLM, piece: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the target's hidden states, and its probabilities float32 [B, T, V] of the token after each of a piece."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        seen = target(piece, use_cache=False, output_hidden_states=True)
+        return seen.hidden_states, seen.logits.float().softmax(-1)
+
+
+LAYER = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_act": "silu"}
+LAYER |= {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+LAYER |= {"max_position_embeddings": 1024, "attention_bias": False, "tie_word_embeddings": False}
+"""Fields of the layers of a head in speculators' form."""
+
+
+def save_speculator(
+    folder: Path, kind: str, name: str, proposals: int, layer: dict, fields: dict, tensors: dict[str, Tensor]
+) -> None:
+    """Write a head as speculators writes it: ``kind`` and the class's ``name``, ``fields`` of its own."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": proposals}
+    verifier = {"name_or_path": "gemma4-tiny", "architectures": ["Gemma4ForCausalLM"]}
+    described = {"algorithm": kind, "default_proposal_method": "greedy", "verifier": verifier}
+    described |= {"proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}]}
+    config = {"architectures": [name], "speculators_model_type": kind, "speculators_version": "0.9.0"}
+    config |= {"dtype": "bfloat16", "target_hidden_size": None, "tie_word_embeddings": False} | fields
+    config |= {"transformer_layer_config": LAYER | layer, "speculators_config": described}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_tensors(folder, tensors)
+
+
+def initial_matrices(shapes: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
+    return {name: torch.randn(shape) * 0.5 / shape[1] ** 0.5 for name, shape in shapes.items()}
+
+
+def stored(draft: DraftDescription, head: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the head's trained tensors under the names of its file."""
+    names = {own: name for name, own in draft.tensor_names.items()}
+    return {names[own]: value for own, value in head.state_dict().items() if own in names}
 
 
 def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

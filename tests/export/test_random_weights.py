@@ -10,8 +10,8 @@ from commands import fail_command, run_command
 from hub_commands import HEAD, TARGET
 from huggingface_hub import constants
 from mxfp4_checkpoints import mxfp4_checkpoint
+from published import gemma4_config, save_target
 from published_checkpoints import GOLDEN, packed
-from published_widths import gemma4_config, save_target
 from random_checkpoints import random_model
 from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
 from transformers import Gemma4TextConfig, Qwen3MoeConfig

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 from places import TESTS
-from published_heads import PublishedHead
-from published_widths import gemma4_config
+from published import PublishedHead, gemma4_config
 
 from eagle3.targets import gemma4
 

@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import httpx
 import pytest
 from commands import run_command
@@ -99,7 +100,10 @@ def parse(words: list[str]) -> None:
         assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     elif words[0] in COMMANDS or words[0] == "python":
         main, arguments = click_command(words)
-        main.make_context(words[0], arguments)
+        context = main.make_context(words[0], arguments)
+        if isinstance(main, click.Group):
+            name, command, arguments = main.resolve_command(context, arguments)
+            command.make_context(name, arguments)
     elif "/" in words[0]:
         assert os.access(ROOT / words[0], os.X_OK)
 

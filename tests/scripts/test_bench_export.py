@@ -23,17 +23,16 @@ def test_each_layout_is_exported_with_flags_that_the_export_takes(layouts, names
     def exported(place, layers, target, flags, draft, name):
         words = ["--target-model", target, "--output-dir", str(place / name), *flags]
         taken[name] = export_main.make_context("eagle3-export", words).params | {"layers": layers}
-        return {"layers": layers, "artifact": name}
 
     monkeypatch.setattr(bench_export, "exported", exported)
-    monkeypatch.setattr(bench_export, "save_target", lambda *_: None)
-    monkeypatch.setattr(bench_export, "save_head", lambda *_: None)
+    monkeypatch.setattr(bench_export, "save_pair", lambda *_, **__: None)
+    monkeypatch.setattr(bench_export, "show", lambda _: None)
     repeated = [part for layout in layouts for part in ("--int4-layout", layout)]
-    done = run("--layers", 6, "--cuda-arch", "sm_90", "--folder", tmp_path / "wide", "--json", *repeated)
+    done = run("--layers", 6, "--cuda-arch", "sm_90", "--folder", tmp_path / "wide", *repeated, "--", "--chain-len", 7)
     assert done.exit_code == 0, done.output
     assert list(taken) == names
     assert [params["int4_layout"] for params in taken.values()] == list(layouts or (None,))
-    assert {(params["cuda_arch"], params["layers"]) for params in taken.values()} == {("sm_90", 6)}
+    assert {(each["cuda_arch"], each["layers"], each["chain_len"]) for each in taken.values()} == {("sm_90", 6, 7)}
 
 
 @pytest.mark.parametrize(

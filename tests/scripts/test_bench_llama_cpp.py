@@ -1,18 +1,19 @@
 """``scripts/bench/bench_llama_cpp.py`` with a fake llama-server of given speeds (``fake_llama_server.py``): parsing,
-search, figures; and the GGUF file of ``bench_llama_steps.py``."""
+search, figures; and its GGUF file of random weights."""
 
 import json
 import stat
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import bench_llama_cpp as bench
-import bench_llama_steps as steps
 import pytest
 import torch
-from bench_llama_cpp import Build, LlamaCppConfiguration, Server, Setting, Tried, comparable, convert, grid, search
-from commands import fail_command, run_command
+from bench_llama_cpp import LlamaCppConfiguration, Setting, convert, finalists, started
+from click.testing import CliRunner
+from commands import run_command
 from places import HELPERS
 from random_checkpoints import random_model
 from scripted import scripted_metadata
@@ -57,7 +58,7 @@ class FakeBuild:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        (folder / "bin").mkdir()
+        (folder / "bin").mkdir(parents=True)
         (folder / "CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={folder}\n")
         (folder / "convert_hf_to_gguf.py").write_text(CONVERT)
         server = (HELPERS / "fake_llama_server.py").read_text()
@@ -77,17 +78,14 @@ class FakeBuild:
 
 @pytest.fixture
 def fake_build(tmp_path):
-    folder = tmp_path / "llama.cpp"
-    folder.mkdir()
-    return FakeBuild(folder)
+    return FakeBuild(tmp_path / "llama.cpp")
 
 
 @pytest.fixture
-def server(fake_build, tmp_path):
-    build = Build.found(fake_build.folder)
-    files = convert(build, "gemma4-tiny", tmp_path / "files", ["q8_0", "q4_0"])
+def start(fake_build, tmp_path):
+    convert(fake_build.folder, tmp_path / "files", ["q8_0"])
     model = Model(scripted_metadata(max_seq_len=96), lambda: None)
-    return Server(build, files, threads=2, cache="f32", model=model, logs=tmp_path)
+    return partial(started, build=fake_build.folder, files=tmp_path / "files", model=model)
 
 
 WORKLOAD = Workload(Path("prompts"), [Prompt(1, tokens=[4, 5]), Prompt(2, tokens=[6])], {"max_new_tokens": 64}, False)
@@ -123,7 +121,6 @@ def outcome(configuration: Configuration | LlamaCppConfiguration, seconds: list[
 
 def test_ratios_are_computed_within_a_pass_and_llama_cpps_best_setting_is_named(tmp_path):
     (tmp_path / "log").write_text(LOG)
-    ours = Configuration("out", None, 0), Configuration("out", None, 2)
     settings = [
         Setting("q4_0"),
         Setting("q4_0", 2, "f32"),
@@ -131,89 +128,59 @@ def test_ratios_are_computed_within_a_pass_and_llama_cpps_best_setting_is_named(
         Setting("q4_0", 7, "f32"),
     ]
     settings += [Setting("q4_k_m"), Setting("q4_k_m", 1, "q8_0")]
-    configurations = [*ours, *(LlamaCppConfiguration(setting, None, 0, tmp_path / "log") for setting in settings)]
-    seconds = [
-        [2.0, 4.0, 2.0],
-        [1.0, 1.0, 1.0],
-        *([1.0, 2.0, 2.0], [0.25, 9.0, 9.0], [0.5, 1.0, 4.0], [0.5, 1.0, 4.0]),
-        *([2.0, 2.0, 2.0], [4.0, 4.0, 4.0]),
+    ways = [Configuration("out", None, 0), Configuration("out", None, 2)]
+    ways += [
+        LlamaCppConfiguration(each, f"llama.cpp {each}", each.chain_len, None, "", tmp_path / "log")
+        for each in settings
     ]
-    same, other = [7, 8, 9], [7, 8, 1]
-    tokens = [same] * (len(configurations) - 1) + [other]
-    report = bench.make_report(list(map(outcome, configurations, seconds, tokens)))
-
-    one, two = (report["ours_to_llama_cpp"][weights] for weights in ("q4_0", "q4_k_m"))
-    assert Setting(**one["best_setting"]) == settings[2]  # the best median, not the fastest pass
-    assert one["without_speculation"] == {"median": 0.5, "min": 0.5, "max": 1.0}
-    assert one["with_speculation"] == one["with_speculation_to_its_best"] == {"median": 1.0, "min": 0.5, "max": 4.0}
-    assert Setting(**two["best_setting"]) == Setting("q4_k_m")  # speculation makes it slower
-    assert two["without_speculation"] == {"median": 1.0, "min": 0.5, "max": 1.0}
-    assert two["with_speculation"]["median"] == 4.0
-    assert two["with_speculation_to_its_best"]["median"] == 2.0
-
-    plain, drafting, *_, theirs = report["ways"]
-    assert plain["decode_tokens_per_second"]["median"] == 1.0  # two tokens after the first, in 2 s
-    assert drafting["acceptance_rate_per_position"] == [1.0, 0.0]
-    assert theirs["acceptance_rate_per_position"] == [0.876, 0.767, 0.659]
-    assert drafting["ratio_to_no_speculation"]["median"] == 2.0
-    assert theirs["ratio_to_no_speculation"]["median"] == 0.5  # relative to its own type of weight, not to q4_0
-    assert report["ways"][2]["divergence"] is None
-    assert theirs["divergence"]["position"] == 2
-
-    tried = [Tried(settings[1], 8.0).as_json(), Tried(settings[2], failure="gone").as_json()]
-    text = bench.as_text(report | {"asked": {"threads": 1}, "machine": "a machine", "search": tried}).splitlines()
-    assert "llama.cpp at its best: q4_0, draft q8_0, no backend sampling, chain length 6" in text
-    assert "ours to llama.cpp q4_0, with speculation to its best: 1.00 (0.50..4.00)" in text
-    assert [line.split() for line in text if line.startswith("q4_0, ")] == [
-        ["q4_0,", "draft", "f32,", "backend", "sampling", "8", "-"],
-        ["q4_0,", "draft", "q8_0,", "no", "backend", "sampling", "-", "-"],
+    seconds = [[2.0, 4.0, 2.0], [1.0, 1.0, 1.0], [1.0, 2.0, 2.0], [0.25, 9.0, 9.0], [0.5, 1.0, 4.0], [0.5, 1.0, 4.0]]
+    seconds += [[2.0, 2.0, 2.0], [4.0, 4.0, 4.0]]
+    tokens = [[7, 8, 9]] * (len(ways) - 1) + [[7, 8, 1]]
+    rows, lines = bench.compared(list(map(outcome, ways, seconds, tokens)))
+    assert lines[-4:] == [  # the best median, not the fastest pass; with q4_k_m speculation makes it slower
+        f"llama.cpp at its best: {settings[2]}",
+        "ours to llama.cpp q4_0: without speculation 0.50 (0.50..1.00), with speculation 1.00 (0.50..4.00), "
+        "to its best 1.00 (0.50..4.00)",
+        f"llama.cpp at its best: {settings[4]}",
+        "ours to llama.cpp q4_k_m: without speculation 1.00 (0.50..1.00), with speculation 4.00, to its best 2.00",
     ]
-    assert text[-1] == "left out: q4_0, draft q8_0, no backend sampling, chain length 6: gone"
-    assert text[-2].startswith("llama.cpp q4_k_m, draft q8_0, backend sampling, chain length 1: differs from out, ")
+    plain, drafting, *_, theirs = (list(row.values()) for row in rows)
+    assert plain == ["out", "0", "1.0 (0.5..1.0)", "1.00", ""]  # two tokens after the first, in 2 s
+    assert drafting == ["out", "2", "2.0", "2.00 (2.00..4.00)", "1.000 0.000"]
+    assert theirs[3:] == ["0.50", "0.876 0.767 0.659"]  # relative to its own type of weight, not to q4_0
+    assert [line.partition(": ")[2][:9] for line in lines[:8]] == ["identical"] * 7 + ["differs f"]
 
 
-def test_the_search_finds_the_planted_settings(server, fake_build, monkeypatch):
+def test_the_search_finds_the_planted_settings(start, fake_build, monkeypatch):
     monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_N_MAX", "3")  # an option of the user's own servers
     speeds = {"q8_0 6 q8_0 off": 900, "q8_0 7 f32 on": 800, "q8_0 1 q8_0 on": 700, "q8_0 2 f32 off": 600}
-    fake_build.plan(speeds=speeds | {"q8_0 0": 1000})
-    tried = search(grid("q8_0"), server.started, WORKLOAD, lambda: None)
-    assert len(tried) == 29
-    assert {round(each.tokens_per_second, 6) for each in tried} == {1000, 900, 800, 700, 600, 500}
-    found = comparable(tried)
-    assert found == {
-        "q8_0": [
-            Setting("q8_0"),
-            Setting("q8_0", 6, "q8_0", False),
-            Setting("q8_0", 7, "f32"),
-            Setting("q8_0", 1, "q8_0"),
-            Setting("q8_0", 2, "f32", False),
-        ]
-    }
+    fake_build.plan(speeds=speeds | {"q8_0 0": 400})
+    assert finalists("q8_0", start, WORKLOAD) == [
+        Setting("q8_0"),
+        Setting("q8_0", 6, "q8_0", False),
+        Setting("q8_0", 7, "f32"),
+        Setting("q8_0", 1, "q8_0"),
+        Setting("q8_0", 2, "f32", False),
+    ]
     served = fake_build.served
     assert len({each["setting"] for each in served}) == 29
     assert [each["setting"] for each in served[:29]] == [each["setting"] for each in served[29:]]
-    assert {(each["threads"], each["context"]) for each in served} == {("2", "96")}
+    assert {each["context"] for each in served} == {"96"}
 
 
-def test_settings_whose_servers_fail_are_left_out_with_the_reason(server, fake_build):
+def test_settings_whose_servers_fail_are_left_out_with_the_reason(start, fake_build, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "CHAIN_LENGTHS", [1])
     names = "q8_0 1 f32 on", "q8_0 1 f32 off", "q8_0 1 q8_0 on"
     fake_build.plan(speeds=dict.fromkeys(names, 900), starts_not=names[:1], ends=names[1:2], refuses=names[2:])
-    tried = search(grid("q8_0")[:5], server.started, WORKLOAD, lambda: None)
-    assert [each.failure is None for each in tried] == [True, False, False, False, True]
-    plain, starts_not, ends, refuses, last = tried
-    assert starts_not.failure == "llama-server does not start: 0.00.1 E unable to allocate the context"
-    assert ends.failure.startswith("llama-server gave no answer to line 1 (")
-    assert ends.failure.endswith("GGML_ASSERT(n_tokens > 0) failed")
-    assert "refuses the prompt of line 1: " in refuses.failure
-    assert "failed to process batch" in refuses.failure
-    assert comparable(tried) == {"q8_0": [plain.setting, last.setting]}
+    assert finalists("q8_0", start, WORKLOAD) == [Setting("q8_0"), Setting("q8_0", 1, "q8_0", False)]
+    starts_not, ends, refuses = capsys.readouterr().err.splitlines()
+    assert starts_not.endswith("llama-server does not start: 0.00.1 E unable to allocate the context")
+    assert "no answer to line 1 (" in ends and ends.endswith("GGML_ASSERT(n_tokens > 0) failed")
+    assert "no answer to line 1 (Server error '500" in refuses
 
 
 @pytest.fixture
 def few_prompts(monkeypatch, tmp_path):
-    """Run the benchmark with few prompts, and keep the pool of threads: methods that other tests loaded in this process
-    use the present pool, and would wait for ever after it is freed."""
-    monkeypatch.setattr(bench, "use_threads", lambda count: None)
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "def main(argv=None):\\n    "}\n{"prompt": "import os\\n"}\n')
     monkeypatch.setattr(bench, "PROMPTS", file)
@@ -224,46 +191,33 @@ def few_prompts(monkeypatch, tmp_path):
 def test_the_best_setting_is_that_of_the_repeated_measurement(artifact, fake_build, tmp_path):
     finalists = {"f32 6 q8_0 off": 900, "f32 5 q8_0 off": 800, "f32 4 f32 on": 700, "f32 3 f32 on": 600}
     fake_build.plan(speeds=finalists | {"f32 5 q8_0 off 128": 1000, "f32 1 f32 on 128": 9000, "f32 0": 250})
-    asked = artifact, fake_build.folder, "--repeats", 2, "--threads", 1
-    report = json.loads(run_command(bench.main, *asked, "--json", "--folder", tmp_path / "files").stdout)
-    names = [figures["way"] for figures in report["ways"]]
-    assert names[:3] == [str(artifact), str(artifact), "llama.cpp f32, no speculation"]
-    assert [figures["chain_len"] for figures in report["ways"][2:]] == [0, 6, 5, 4, 3]
-    found = report["ours_to_llama_cpp"]["f32"]
-    assert Setting(**found["best_setting"]) == Setting("f32", 5, "q8_0", False)
-    ours = report["ways"][1]["decode_tokens_per_second"]["median"]
-    assert found["with_speculation"]["median"] == pytest.approx(ours / 1000, rel=0.01)
-    assert report["ways"][4]["ratio_to_no_speculation"] == {"median": 4, "min": 4, "max": 4}
-    assert len(report["search"]) == 29
-    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [
-        "draft-f32.gguf",
-        "draft-q8_0.gguf",
-        "target-f32.gguf",
-    ]
+    asked = artifact, fake_build.folder, "--repeats", 2, "--folder", tmp_path / "files"
+    text = run_command(bench.speculation, *asked).stdout
+    assert f"llama.cpp at its best: {Setting('f32', 5, 'q8_0', False)}" in text
+    table = [line for line in text.splitlines() if line.startswith("llama.cpp f32") and "token" not in line]
+    assert [line.split(" (")[0].split()[-3:] for line in table if "chain length 5" in line] == [["5", "1000", "4.00"]]
+    assert [line.partition("chain length ")[2][:1] for line in table] == ["", "6", "5", "4", "3"]
 
 
 @pytest.mark.usefixtures("few_prompts")
-def test_a_search_in_which_every_setting_fails_gives_one_error_line(artifact, fake_build):
+def test_a_search_in_which_every_setting_fails_gives_an_error_line(artifact, fake_build):
     drafting = product(range(1, 8), ("f32", "q8_0"), ("on", "off"))
     fake_build.plan(starts_not=["f32 0", *(" ".join(map(str, ("f32", *each))) for each in drafting)])
-    code, line = fail_command(bench.main, artifact, fake_build.folder)
-    assert code == 1
-    assert line.startswith("Error: 29 of llama.cpp's 29 settings fail")
-    assert line.endswith("f32, no speculation: llama-server does not start: 0.00.1 E unable to allocate the context")
+    done = CliRunner().invoke(bench.speculation, [str(artifact), str(fake_build.folder)])
+    *left_out, line = done.stderr.splitlines()
+    assert (done.exit_code, len(left_out)) == (1, 29)
+    assert line == "Error: llama.cpp in f32 does not run with speculation and without: see above"
 
 
 def test_a_folder_without_a_llama_cpp_build_is_refused(tmp_path):
-    _, line = fail_command(bench.main, tmp_path, tmp_path)
-    assert "CMakeCache.txt is missing: give the folder that CMake built llama.cpp in" in line
-    (tmp_path / "CMakeCache.txt").write_text("A:BOOL=ON\nCMAKE_HOME_DIRECTORY:INTERNAL=/sources of it\n")
-    _, line = fail_command(bench.main, tmp_path, tmp_path)
-    assert "llama-server is missing" in line
+    with pytest.raises(FileNotFoundError, match="llama-bench is missing: build llama.cpp"):
+        bench.tool(tmp_path, "llama-bench")
 
 
 def test_the_gguf_for_step_times_has_the_checkpoints_own_weights(tmp_path):
     model = random_model("qwen3-4B", num_hidden_layers=2).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "target")
-    steps.write_gguf(tmp_path / "target", model.config, tmp_path / "bf16.gguf")
+    bench.write_gguf(tmp_path / "target", model.config, tmp_path / "bf16.gguf")
     read = load_gguf_checkpoint(tmp_path / "bf16.gguf", return_tensors=True, model_to_load=model)
     assert read["config"]["num_hidden_layers"] == 2
     expected = model.state_dict()

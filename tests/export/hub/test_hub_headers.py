@@ -10,9 +10,8 @@ from executorch.extension.llm.export.quant import QuantConfig
 from hub_commands import CPU, TARGET, fetched, flags
 from huggingface_hub import constants
 from mxfp4_checkpoints import mxfp4_checkpoint
+from published import HEADS, gemma4_config, random_weight
 from published_checkpoints import GOLDEN, packed, save_head
-from published_heads import HEADS
-from published_widths import gemma4_config, random_weight
 from safetensors.torch import load_file, save_file
 from stand_in_hub import StandInHub, commit_of
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict

@@ -4,7 +4,7 @@ import pytest
 import torch
 from executorch.examples.models.gemma4_31b.quantize_and_save import _RECIPES
 from executorch.extension.llm.export.int4 import ExportableInt4Tensor
-from published_widths import gemma4_config
+from published import gemma4_config
 from torch import nn
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from transformers import LlamaConfig

@@ -1,9 +1,8 @@
-"""Writes synthetic checkpoints of models for the CPU, and measures an artifact of one.
+"""Runs a CPU artifact: memory, milliseconds per call, and the speedup for an assumed acceptance length.
 
-Widths are those of the published models and of published EAGLE-3 heads for them. Weights are random, so only size and
-speed are meaningful. ``python scripts/bench/cpu_models.py ARTIFACT --acceptance 3.3`` runs an artifact and prints
-memory, milliseconds per call, and the speedup for that acceptance length. ``bench_export.py --backend xnnpack`` does
-all of it.
+    python scripts/bench/bench_steps.py ARTIFACT --acceptance 3.3
+
+``bench_export.py --backend xnnpack`` exports a model of a published size and runs this on it.
 """
 
 import json
@@ -16,84 +15,17 @@ from pathlib import Path
 
 import click
 
-if __name__ == "__main__":  # as eagle3-run does; an export also imports this module, but uses all cores
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as eagle3-run does
 
 import torch
-from safetensors.torch import save_file
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
-from eagle3.export.planning.memory import GIB
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.hosts.session import Session
 from eagle3.runner.system.machine import linux_bytes
-from eagle3.targets import TARGETS
 
-SHARED = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6}
-CPU_MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
-    "qwen3-4B": lambda layers=36: Qwen3Config(
-        **SHARED,
-        vocab_size=151936,
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=layers,
-        max_position_embeddings=40960,
-        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    ),
-    "llama3.1-8B": lambda layers=32: LlamaConfig(
-        **SHARED,
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_theta": 5e5, "rope_type": "default"},
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    ),
-    "qwen3.5-4B": lambda layers=32: Qwen3_5TextConfig(
-        vocab_size=248320,
-        hidden_size=2560,
-        intermediate_size=9216,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=256,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        max_position_embeddings=262144,
-        rope_parameters={"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25},
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    ),
-}
-"""Configurations by target. Called with a number of layers, or without arguments for all layers."""
 PROMPT = 64
 """Default number of tokens in the cache when a call is timed; ``prefill_ms`` is the time of a chunk of this size."""
-
-
-def save_cpu_target(
-    folder: Path, target: str, config: PreTrainedConfig, make: Callable[[torch.Size, None], torch.Tensor]
-) -> None:
-    """Write the target with one shard per layer, so that only one shard is in memory. ``make`` returns a weight."""
-    shapes: dict[str, dict[str, torch.Size]] = {}
-    for name, value in TARGETS[target].module().skeleton(config, max_seq_len=1024).model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        parts = name.split(".")
-        shard = parts[2] if parts[1] == "layers" else parts[-2]
-        shapes.setdefault(shard, {})[name] = value.shape
-    weight_map = {}
-    for shard, named in shapes.items():
-        save_file({name: make(shape, None) for name, shape in named.items()}, folder / f"{shard}.safetensors")
-        weight_map |= dict.fromkeys(named, f"{shard}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    config.save_pretrained(folder)
 
 
 class Timed:
@@ -147,24 +79,20 @@ class Timed:
 
 
 def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dict[str, float]:
-    """Measure memory and times of an artifact. Milliseconds are medians; the calls are timed in turn.
-
-    A round is a verify, a draft call over the rows of the accepted tokens, and a draft call of one row for each further
-    proposal.
-    """
-    before = held_by("self", "RssAnon", "RssFile")
+    """Measure memory and times of an artifact. Milliseconds are medians; the calls are timed in turn. A round is a
+    verify, a draft call over the accepted tokens, and one of a row for each further proposal."""
+    before = held()
     start = time.perf_counter()
     session = open_session(open_artifact(artifact))
     if not session.has_decode:
         raise click.UsageError(f"{artifact} has no method decode: export it with --with-decode")
     loaded = time.perf_counter() - start
     timed, chain = Timed(session, prompt), session.metadata.chain_len
-    accepted = max(1, round(acceptance))
     calls = {
         "prefill": timed.prefill,
         "decode": timed.decode,
         "verify": lambda: timed.verify(chain + 1),
-        "draft_accepted": lambda: timed.draft(accepted),
+        "draft_accepted": lambda: timed.draft(max(1, round(acceptance))),
         "draft_row": lambda: timed.draft(1),
     }
     took: dict[str, list[float]] = {name: [] for name in calls}
@@ -173,11 +101,9 @@ def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dic
             took[name].append(call())
     ms = {name: statistics.median(times[repeats:]) for name, times in took.items()}
     whole = ms["verify"] + ms["draft_accepted"] + (chain - 1) * ms["draft_row"]
-    after = held_by("self", *before)
     return {
         "load_seconds": loaded,
-        "private_mib": 1024 * (after["RssAnon"] - before["RssAnon"]),
-        "mapped_mib": 1024 * (after["RssFile"] - before["RssFile"]),
+        **{f"{name}_mib": after - before[name] for name, after in held().items()},
         **{f"{name}_ms": value for name, value in ms.items()},
         "verify_decodes": ms["verify"] / ms["decode"],
         "round_ms": whole,
@@ -185,19 +111,10 @@ def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dic
     }
 
 
-def run_text(run: dict[str, float]) -> str:
-    """Format the result of ``measure`` for a person."""
-    return (
-        f"  loads in {run['load_seconds']:.1f} s, {run['private_mib']:,.0f} MiB private, {run['mapped_mib']:,.0f} MiB "
-        f"mapped\n  decode {run['decode_ms']:.1f} ms, a verify {run['verify_ms']:.1f} ms "
-        f"({run['verify_decodes']:.2f} decodes), a draft row {run['draft_row_ms']:.1f} ms, a round "
-        f"{run['round_ms']:.1f} ms: {run['speedup']:.2f} times as fast as decoding"
-    )
-
-
-def held_by(process: int | str, *keys: str) -> dict[str, float]:
-    """Return a process's memory in GiB under Linux's names for it, 0 if the process has ended."""
-    return {key: (linux_bytes(f"/proc/{process}/status", key) or 0) / GIB for key in keys}
+def held() -> dict[str, float]:
+    """Return the memory of this process in MiB: its own, and files mapped into it."""
+    names = {"private": "RssAnon", "mapped": "RssFile"}
+    return {name: (linux_bytes("/proc/self/status", key) or 0) / 2**20 for name, key in names.items()}
 
 
 @click.command()
