@@ -146,6 +146,7 @@ def test_a_gemma4_assistant_has_no_cache_no_seeding_and_one_row(session):
     assert calls[DRAFT_DECODE] <= 6  # no call for the four chunks of the prompt
 
 
+@pytest.mark.first(1)
 def test_every_path_of_the_loop_gives_the_same_tokens_with_a_gemma4_assistant(session):
     prompt = prompt_of(30)
     plain = same_tokens_by_every_path(session, prompt)
