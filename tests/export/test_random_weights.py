@@ -32,8 +32,8 @@ TINY = TARGETS["gemma4-tiny"]
 
 @pytest.mark.whole
 def test_random_weights_of_hub_names_give_a_running_artifact_without_fetching_weights(hub_pair, tmp_path):
-    given = "--checkpoint", TARGET, "--draft", HEAD, "--random-weights", "--layers", 2
-    lengths = "--max-seq-len", 64, "--max-prefill", 16, "--draft-qlinear", "none", "--no-speculate"
+    given = "--checkpoint", TARGET, "--draft", HEAD, "--random-weights", "--layers", 4
+    lengths = "--max-seq-len", 64, "--max-prefill", 16, "--draft-qlinear", "none", "--with-decode"
     done = run_command(
         export_main, *given, *lengths, "--backend", "xnnpack", "--output-dir", tmp_path / "out", "--json"
     )
@@ -42,7 +42,7 @@ def test_random_weights_of_hub_names_give_a_running_artifact_without_fetching_we
     assert record["manifest"]["random_weights"] and record["manifest"]["draft"] == HEAD
     assert record["check"]["compared_with_eager"] and "hardly any" not in done.stderr
     with load(tmp_path / "out") as model:
-        assert model.metadata.n_layers == 2
+        assert model.metadata.n_layers == 4
         said = [model.generate([2, 40, 700], chain_len=length, max_new_tokens=24).token_ids for length in (None, 0)]
     assert said[0] == said[1] and len(set(said[0])) > 2
 
