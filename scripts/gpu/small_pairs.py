@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"
 import click
 from check_on_gpu import expected_file
 from family_exports import DRAFTS, OWN_LAYER, TARGET_OF, family_model, random_family, taps
-from random_checkpoints import save_random_draft
+from mtp_heads import GOLDEN as MTP
+from random_checkpoints import random_model, save_random_draft, save_random_mlp
 
 FLAGS = ("--qlinear", "none", "--max-seq-len", "192", "--chain-len", "2")
 CHECK = Path(__file__).with_name("check_on_gpu.py")
@@ -42,6 +43,11 @@ def of_exports(name: str) -> Pair:
     return Pair(lambda: family_model(name), DRAFTS[name], TARGET_OF.get(name, name), name in OWN_LAYER)
 
 
+def golden_mtp(folder: Path, _config: object) -> None:
+    """Write the golden MTP head of speculators for a Qwen3 of four layers."""
+    shutil.copytree(MTP / "qwen3", folder)
+
+
 def of_family(name: str) -> Pair:
     """Return the family of that name with an EAGLE-3 head."""
     return Pair(lambda: random_family(name), lambda folder, config: save_random_draft(folder, config, taps(config)))
@@ -49,9 +55,9 @@ def of_family(name: str) -> Pair:
 
 PAIRS = {
     "eagle1": of_exports("llama3.1-8B"),
-    "mlp": of_exports("mlp"),
+    "mlp": Pair(lambda: random_model("llama3.1-8B"), save_random_mlp, "llama3.1-8B"),
     "dflash2": of_exports("dflash2"),
-    "mtp": of_exports("mtp"),
+    "mtp": Pair(lambda: random_model("qwen3-4B", num_hidden_layers=4), golden_mtp, "qwen3-4B"),
     "delta-rule-mtp": of_exports("qwen3.5-9B"),
     "delta-rule-dflash": of_exports("dflash"),
     "mamba2": of_family("bamba"),

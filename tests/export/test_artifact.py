@@ -18,8 +18,6 @@ from eagle3.runner.hosts.executorch_host import load_runtime
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop.generation import complete
 
-TEXT = 'class Reader:\n    """Reads."""\n\n    def __init__(self, stream):\n        self.stream = stream\n'
-
 
 @pytest.fixture(scope="module")
 def speculator():
@@ -38,7 +36,7 @@ def transformers_greedy(reference, prompt, count):
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("length", [1, 2, 5, 8, 9, 10, 63, 64, 65, 73, 150, 400])
+@pytest.mark.parametrize("length", [9, 1, 64, 65, 400])
 def test_tokens_equal_transformers_greedy_tokens(length, session, reference):
     prompt = some_tokens(length, seed=length)
     result = complete(session, prompt, max_new_tokens=80)
@@ -104,21 +102,12 @@ def test_writing_over_a_rejected_window_leaves_no_trace_of_it(session):
     assert torch.equal(feature, again)
 
 
-def test_json_has_tokens_text_and_statistics(artifact, session):
-    out = run_command(run_main, artifact, "--prompt", TEXT, "--max-new-tokens", 40, "--json")
-    record = json.loads(out.stdout)
+def test_json_has_tokens_text_and_statistics_and_stdout_the_text(artifact):
+    args = ("--prompt", "class Reader:\n    def __init__(self, stream):\n", "--max-new-tokens", 40)
+    record = json.loads(run_command(run_main, artifact, *args, "--json").stdout)
     assert set(record) == {"token_ids", "text", "finish_reason", "stats"}
-    assert record["finish_reason"] in ("stop", "length")
-    assert record["text"]
-    by_file = run_command(run_main, artifact / "model.pte", "--prompt", TEXT, "--max-new-tokens", 40, "--json")
-    again = json.loads(by_file.stdout)
-    assert (again["token_ids"], again["text"]) == (record["token_ids"], record["text"])
-
-
-def test_stdout_has_the_text_of_the_json_and_stderr_the_statistics(artifact):
-    args = (artifact, "--prompt", TEXT, "--max-new-tokens", 30)
-    plain = run_command(run_main, *args)
-    record = json.loads(run_command(run_main, *args, "--json").stdout)
+    assert record["finish_reason"] in ("stop", "length") and record["text"]
+    plain = run_command(run_main, artifact / "model.pte", *args)
     assert plain.stdout.rstrip("\n") == record["text"].rstrip("\n")
     assert "mean acceptance length" in plain.stderr
 

@@ -48,12 +48,6 @@ def tiny_config():
     return AutoConfig.from_pretrained(TINY.checkpoint)
 
 
-def test_an_unknown_target_is_a_usage_error_that_lists_the_known(tmp_path):
-    code, line = export_fails(tmp_path, base=("--target-model", "gemma5", "--backend", "xnnpack"))
-    assert code == 2
-    assert all(name in line for name in TARGETS)
-
-
 @pytest.mark.parametrize(
     ("flag", "typed", "meant"),
     [
@@ -70,37 +64,28 @@ def test_the_error_for_a_mistyped_name_suggests_the_closest_one(flag, typed, mea
     assert f"Did you mean {meant!r}?" in line
 
 
-def test_the_error_for_a_name_close_to_none_has_no_suggestion(tmp_path):
-    for flag in ("--target-model", "--draft"):
-        assert "Did you mean" not in export_fails(tmp_path, flag, "zzzzzz")[1]
+def test_an_unknown_target_is_a_usage_error_that_lists_the_known(tmp_path):
+    code, line = export_fails(tmp_path, base=("--target-model", "zzzzzz", "--backend", "xnnpack"))
+    assert code == 2 and all(name in line for name in TARGETS) and "Did you mean" not in line
 
 
-def test_a_target_that_cannot_be_fetched_is_named_as_it_was_typed(tmp_path):
-    code, line = export_fails(tmp_path, base=("--target-model", "qwen3-4B", "--backend", "xnnpack"))
-    assert (code, "--target-model qwen3-4B" in line, "--checkpoint" in line) == (1, True, False)
-
-
-@pytest.mark.parametrize("which", ["checkpoint", "draft"])
-def test_missing_weights_are_named(which, copied, tmp_path):
-    folder = copied(which)
-    (folder / "model.safetensors").unlink()
-    code, line = export_fails(tmp_path, f"--{which}", folder)
-    assert (code, str(folder / "model.safetensors") in line) == (1, True)
-
-
-@pytest.mark.parametrize("which", ["checkpoint", "draft"])
-@pytest.mark.parametrize("size", [4, 1000, 500_000])
-def test_truncated_weights_are_named(which, size, copied, tmp_path):
+@pytest.mark.parametrize(("which", "size"), [("checkpoint", 4), ("checkpoint", 500_000), ("draft", 1000)])
+def test_truncated_and_missing_weights_are_named(which, size, copied, tmp_path):
     file = copied(which) / "model.safetensors"
     with file.open("r+b") as stream:
         stream.truncate(size)
     code, line = export_fails(tmp_path, f"--{which}", file.parent)
     assert code == 1
     assert str(file) in line and "truncated" in line
+    file.unlink()
+    code, line = export_fails(tmp_path, f"--{which}", file.parent)
+    assert code == 1 and str(file) in line
 
 
-@pytest.mark.parametrize("which", ["checkpoint", "draft"])
-@pytest.mark.parametrize("path", ["nowhere", "/no/where", "../no/where", "./name", "models/a/b", "org/file.gguf"])
+@pytest.mark.parametrize(
+    ("which", "path"),
+    [("checkpoint", "../no/where"), ("checkpoint", "org/file.gguf"), ("draft", "models/a/b"), ("draft", "a.gguf")],
+)
 def test_an_argument_that_is_neither_a_path_nor_a_hub_name_is_refused_as_such(which, path, tmp_path):
     said = "GGUF heads are not read" if (which, path[-5:]) == ("draft", ".gguf") else "of the Hugging Face hub"
     code, line = export_fails(tmp_path, f"--{which}", path)
@@ -121,7 +106,6 @@ LAST_MLP = "model.layers.5.mlp.up_proj.weight"
     ("change", "says"),
     [
         (lambda tensors: tensors.pop(LAST_MLP), "lacks layers.5.mlp.up_proj.weight"),
-        (lambda tensors: tensors.pop("model.layers.0.layer_scalar"), "lacks layers.0.layer_scalar"),
         (lambda tensors: tensors.update({LAST_MLP: torch.zeros(64, 64)}), "[64, 64]"),
         (lambda tensors: tensors.update({LAST_MLP: tensors[LAST_MLP].to(torch.float8_e4m3fn)}), "quantized"),
     ],
@@ -133,70 +117,33 @@ def test_a_target_with_a_missing_misshapen_or_quantized_tensor_is_refused(change
     assert (code, says in line) == (1, True), line
 
 
-def test_a_draft_for_another_hidden_size_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("field", "value", "says"), [("hidden_size", 192, ("576", "256", "pair")), ("vocab_size", 3000, ("3000", "2048"))]
+)
+def test_a_draft_for_another_target_is_refused(field, value, says, tmp_path):
     config = tiny_config()
-    config.hidden_size = 192
-    draft = save_random_draft(tmp_path / "draft", config)
-    code, line = export_fails(tmp_path, "--draft", draft)
-    assert code == 1
-    assert "576" in line and "256" in line and "pair" in line
-
-
-def test_a_draft_for_another_vocabulary_is_refused(tmp_path):
-    config = tiny_config()
-    config.vocab_size = 3000
+    setattr(config, field, value)
     code, line = export_fails(tmp_path, "--draft", save_random_draft(tmp_path / "draft", config))
-    assert code == 1
-    assert "3000" in line and "2048" in line
-
-
-@pytest.mark.parametrize("layers", ["1,3", "1,2,3,4"])
-def test_a_wrong_number_of_taps_is_refused(layers, tmp_path):
-    code, line = export_fails(tmp_path, "--aux-layers", layers)
-    assert code == 1
-    assert "3 taps" in line and "--aux-layers" in line
+    assert code == 1 and all(each in line for each in says)
 
 
 @pytest.mark.parametrize(
-    ("layers", "convention"), [("1,3,7", "input"), ("3,1,5", "input"), ("3,3,5", "input"), ("1,3,6", "output")]
+    ("layers", "convention", "says"),
+    [("1,3", "input", "3 taps"), ("1,3,7", "input", "6 layers"), ("3,1,5", "input", "6 layers")]
+    + [("1,3,6", "output", "6 layers")],
 )
-def test_taps_beyond_the_targets_layers_are_refused(layers, convention, tmp_path):
+def test_taps_that_the_head_or_the_target_does_not_have_are_refused(layers, convention, says, tmp_path):
     code, line = export_fails(tmp_path, "--aux-layers", layers, "--aux-convention", convention)
-    assert (code, "6 layers" in line) == (1, True)
+    assert (code, says in line) == (1, True)
 
 
-def test_a_vocabulary_map_with_ids_instead_of_offsets_is_refused(tmp_path):
-    draft = save_random_draft(tmp_path / "draft", tiny_config(), changes={"d2t": torch.arange(48) * 3 + 2000})
-    code, line = export_fails(tmp_path, "--draft", draft)
-    assert (code, "offsets" in line) == (1, True)
-
-
-def test_a_head_with_a_missing_or_misshapen_tensor_is_refused(tmp_path):
-    name = "layers.0.mlp.up_proj.weight"
-    draft = save_random_draft(tmp_path / "missing", tiny_config(), changes={name: None})
-    assert "lacks layers.0.mlp.up_proj.weight" in export_fails(tmp_path, "--draft", draft)[1]
-    draft = save_random_draft(tmp_path / "shape", tiny_config(), changes={name: torch.zeros(256, 256)})
-    line = export_fails(tmp_path, "--draft", draft)[1]
-    assert "[256, 256]" in line and "[512, 256]" in line
-
-
-def test_a_head_without_a_norm_and_a_head_of_another_kind_have_different_errors(tmp_path):
-    changes = {"layers.0.hidden_norm.weight": None}
-    draft = save_random_draft(tmp_path / "draft", tiny_config(), changes=changes)
-    assert "lacks layers.0.hidden_norm.weight" in export_fails(tmp_path, "--draft", draft)[1]
-    config = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps(config | {"architectures": ["MedusaModel"]}))
-    assert "is a Medusa head (architectures: MedusaModel)" in export_fails(tmp_path, "--draft", draft)[1]
-
-
-@pytest.mark.parametrize(("key", "value"), [("verifier_accept_k", 5), ("accept_tolerance", 0.1)])
-def test_a_lossy_proposal_method_is_refused(key, value, tmp_path):
+def test_a_lossy_proposal_method_is_refused(tmp_path):
     draft = save_random_draft(tmp_path / "draft", tiny_config())
     config = json.loads((draft / "config.json").read_text())
-    config["speculators_config"]["proposal_methods"][0][key] = value
+    config["speculators_config"]["proposal_methods"][0]["accept_tolerance"] = 0.1
     (draft / "config.json").write_text(json.dumps(config))
     line = export_fails(tmp_path, "--draft", draft)[1]
-    assert key in line and "lossy" in line
+    assert "accept_tolerance" in line and "lossy" in line
 
 
 def test_a_checkpoint_of_another_target_family_is_refused(tmp_path, checkpoints):
@@ -206,22 +153,16 @@ def test_a_checkpoint_of_another_target_family_is_refused(tmp_path, checkpoints)
     assert "llama" in line and "--target-model llama3.1-8B" in line
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--chain-len", 0), ("--chain-len", 16), ("--max-seq-len", 4)])
-def test_lengths_that_no_target_supports_are_usage_errors(flag, value, tmp_path):
-    code, line = export_fails(tmp_path, flag, value)
-    assert (code, flag in line) == (2, True)
-
-
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [
-        ("--chain-len", "three", "'three' is no whole number: type 1 to 15."),
+        ("--chain-len", 16, "16"),
         ("--max-seq-len", "4k", "'4k' is no whole number: type 16 or more."),
     ],
 )
-def test_the_error_for_a_value_that_is_no_number_says_which_numbers_are_valid(flag, value, says, tmp_path):
+def test_a_value_outside_of_a_flags_range_is_a_usage_error(flag, value, says, tmp_path):
     code, line = export_fails(tmp_path, flag, value)
-    assert code == 2 and flag in line and line.endswith(says)
+    assert code == 2 and flag in line and says in line
 
 
 @pytest.mark.parametrize(
@@ -229,9 +170,7 @@ def test_the_error_for_a_value_that_is_no_number_says_which_numbers_are_valid(fl
     [
         ("--max-seq-len", 2000, "1024"),
         ("--max-prefill", 65, "9 to 64"),
-        ("--max-prefill", 8, "9 to 64"),
         ("--cuda-arch", "sm_90", "xnnpack"),
-        ("--kv-cache", "int8", "xnnpack"),
         ("--qlinear", "default", "xnnpack"),
     ],
 )
@@ -245,11 +184,8 @@ AT_ONCE = [
     (("eagle3.export.cli", *EXPORT, "--draft", "9"), "--draft 9: gemma4-tiny has 4 heads"),
     (("eagle3.export.cli", "--target-model", "qwen3-8B", "--draft", "12"), "--draft 12: qwen3-8B has 11 heads"),
     (("eagle3.export.cli", *EXPORT, "--max-seq-len", "2000"), "type --max-seq-len 1024 or less"),
-    (("eagle3.export.cli", *EXPORT, "--draft", "nowhere", "--dry-run"), "--draft nowhere is not a folder"),
     (("eagle3.export.cli", "--checkpoint", "/nowhere", "--dry-run"), "--checkpoint /nowhere is not a folder"),
-    (("eagle3.export.cli", "--checkpoint", "no.gguf", "--draft", "none"), "--checkpoint no.gguf is not there"),
     (("eagle3.export.cli", "--target-model", "phi4", "--backend", "xnnpack"), "no draft head is known for phi4"),
-    (("eagle3.export.fit_command", "gemma4-tiny", "1", "9"), "--draft 9: gemma4-tiny has 4 heads"),
     (("eagle3.export.fit_command", "gemma4-tiny", "1", "nowhere"), "--draft nowhere is not a folder"),
     (("eagle3.export.fit_command", "gema4-tiny", "1"), "TARGET gema4-tiny is no name"),
     (("eagle3.runner.commands.run", "nowhere", "--prompt", "a"), "nowhere is missing"),
@@ -360,14 +296,10 @@ def test_an_invalid_prompt_is_refused_in_one_line(artifact, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     assert fail_command(run_main, artifact)[0] == 2
-    assert fail_command(run_main, artifact, "--prompt", "a", "--prompt-tokens", "1")[0] == 2
     assert fail_command(run_main, artifact, "--prompt-tokens", "1,x")[0] == 2
-    assert "empty" in fail_command(run_main, artifact, "--prompt", "")[1]
     assert "empty" in fail_command(run_main, artifact, "--prompt-file", empty)[1]
     assert "empty" in fail_command(run_main, artifact, "--prompt-tokens", "")[1]
     assert "2048 is outside the vocabulary" in fail_command(run_main, artifact, "--prompt-tokens", "5,2048")[1]
-    assert "-7 is outside the vocabulary" in fail_command(run_main, artifact, "--prompt-tokens", "5,-7")[1]
-    assert "context 1024" in fail_command(run_main, artifact, "--prompt-tokens", ",".join(["5"] * 1024))[1]
     assert "chain length 4" in fail_command(run_main, artifact, "--prompt", "a", "--chain-len", 4)[1]
 
 
@@ -377,7 +309,7 @@ def test_a_path_that_is_no_artifact_is_refused_in_one_line(artifact, tmp_path):
     foreign.write_bytes(b"PK\x03\x04" + bytes(2000))
     assert "no ExecuTorch program" in fail_command(run_main, tmp_path, "--prompt", "a")[1]
     whole = (artifact / "model.pte").read_bytes()
-    for size in (6, 100, 5000, len(whole) // 2, len(whole) - 1000):
+    for size in (6, 5000, len(whole) - 1000):
         foreign.write_bytes(whole[:size])
         code, line = fail_command(run_main, tmp_path, "--prompt-tokens", "5,6,7")
         assert (code, str(foreign) in line) == (1, True), line

@@ -20,14 +20,12 @@ from eagle3.targets.attention import EagerAttention
 
 OF_16 = ("gemma4-31B", "gemma4-E2B", "assistant", "auto", "gpt-oss-20b", "lfm2")
 WINDOWS = dict.fromkeys(OF_16, 16) | {"llama4-maverick": 24}
-WITHOUT_DRAFT_CACHE = ("assistant", "mlp")
-PARALLEL = ("qwen3-4B", "dflash", *FOR_LLAMA)
+WITHOUT_DRAFT_CACHE = ("assistant", "gemma4-E2B")
+PARALLEL = ("qwen3-4B", "gemma4-E2B", "dflash", *EXPERTS, *FOR_LLAMA)
 TAPS = {
     **dict.fromkeys(("llama3.1-8B", *WITHOUT_DRAFT_CACHE), "the target's final state after its norm"),
     **dict.fromkeys((*EXPERTS, "falcon_h1"), "hidden_states 0, 1, 2"),
     **dict.fromkeys(("dflash2", "dspark"), "hidden_states 1, 3, 4"),
-    "gemma4-E2B": "hidden_states 0, 3, 4",
-    "mtp": "hidden_states 4 ",
     "qwen3.5-9B": "the target's final state after its norm",
 }
 

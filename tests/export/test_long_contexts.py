@@ -1,4 +1,4 @@
-"""In contexts of 4k and 16k tokens, tokens equal transformers': with heads whose window is far shorter than the text,
+"""In contexts of 4k and 8k tokens, tokens equal transformers': with heads whose window is far shorter than the text,
 with 8-bit caches, after a reused prefix, across the end of a ring, and up to the last slot."""
 
 import pytest
@@ -13,7 +13,7 @@ from eagle3.runner.loop.cached_tokens import CachedTokens
 from eagle3.runner.loop.generation import complete
 from eagle3.targets.decoder_layers import past_name
 
-LONG = 16384
+LONG = 8192
 WINDOW = 256
 """The window of the target's sliding layers and of the head; a ring has twice as many slots."""
 SHORT = 8 * 2 * WINDOW - 10
@@ -34,7 +34,6 @@ SHARPER = 8.0
 """Factor of the queries: with random queries a row would attend equally to all tokens of a long text."""
 HEADS = {
     "draft window": ("full", {"draft_window": WINDOW}),
-    "window head": ("sliding", {}),
     "8 bits": ("sliding", {"kv_cache": "int8"}),
 }
 

@@ -13,7 +13,7 @@ from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.loop.cached_tokens import CachedTokens
 from eagle3.runner.loop.generation import complete
 
-CASES = (("nemotron_h", None), ("bamba", "8da8w"), ("kimi_linear", "8da8w"), ("lara_mini", None))
+CASES = (("bamba", "8da8w"), ("kimi_linear", "8da8w"), ("lara_mini", None))
 """LaraMini's checkpoint is split into views, and it has a sliding window. Falcon-H1 is exported by
 ``family_exports.py``, and every family with a state by ``scripts/survey/check_recurrent.py``."""
 

@@ -72,7 +72,6 @@ ROPES = [
     {"rope_type": "default", "rope_theta": 300.0},
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
     {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0},
-    {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "factor": 8.0},
     {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
     | {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8},
@@ -99,11 +98,12 @@ BOOKKEEPING = {
 
 
 def changes(target: str) -> list[dict]:
-    """Return changes of one field at a time: inverted flags, other numbers, other ropes and activations."""
-    usual = BASES[target]().to_dict()
-    found = []
+    """Return changes of one field at a time: inverted flags, other numbers, other ropes and activations. A field that
+    an earlier base has too is changed there alone, but for its layers' kinds, ropes and activations."""
+    usual, found = BASES[target]().to_dict(), []
+    earlier = {name for base in list(BASES)[: list(BASES).index(target)] for name in BASES[base]().to_dict()}
     for name, value in (usual | {"num_global_key_value_heads": None} if "gemma" in target else usual).items():
-        if name in BOOKKEEPING:
+        if name in BOOKKEEPING or name in earlier - {*OTHERS, "rope_parameters"}:
             continue
         if name == "rope_parameters":
             nested = "sliding_attention" in value
@@ -145,7 +145,7 @@ KNOWN = [
     ("attention_dropout", 0.3, (RIGHT,)),
     ("rope_parameters", ROPES[1], (RIGHT,)),
     ("rope_parameters", ROPES[2], (REFUSED,)),
-    ("rope_parameters", ROPES[5], (REFUSED,)),
+    ("rope_parameters", ROPES[4], (REFUSED,)),
     ("rope_parameters", YARN_ROPE, (RIGHT,)),
 ]
 """The outcomes that some values must have: a check that refused everything would pass the rest."""

@@ -45,7 +45,7 @@ def prompt_of(length):
 
 # Prompts below the shortest prefill chunk, of its length, and of several chunks with a rest in verify windows.
 @pytest.mark.first(3)
-@pytest.mark.parametrize("length", [1, 2, 8, 9, 64, 65, 131])
+@pytest.mark.parametrize("length", [1, 9, 131])
 @pytest.mark.parametrize("name", ["eager", "hosted"])
 def test_fused_rounds_give_the_tokens_and_rounds_of_the_three_methods(length, name, request):
     session = request.getfixturevalue(name)
@@ -60,7 +60,7 @@ def test_fused_rounds_give_the_tokens_and_rounds_of_the_three_methods(length, na
 
 @pytest.mark.first(2)
 @pytest.mark.parametrize(
-    ("name", "left"), [*(("eager", left) for left in range(1, 12)), *(("hosted", left) for left in (1, 4, 7, 8))]
+    ("name", "left"), [*(("eager", left) for left in (1, 7, 8, 11)), *(("hosted", left) for left in (1, 8))]
 )
 def test_the_three_methods_replace_fused_rounds_at_the_contexts_end(name, left, request):
     session = request.getfixturevalue(name)
@@ -142,7 +142,7 @@ def test_a_fused_round_is_right_for_each_kind_of_head_and_any_acceptance(target,
 # --- any target, any draft, on scripted caches
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(random=st.randoms(use_true_random=True))
 def test_fused_rounds_give_the_greedy_tokens_of_any_target_and_draft(random: Random):
     metadata, (target, draft) = random_metadata(random), random_speculator(random)

@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from places import TESTS
 from random_checkpoints import random_model, save_random_dflash
@@ -58,13 +57,6 @@ def z_lab(folder: Path, source: Path = GOLDEN / "dflash_full", own=None, **keys)
     (folder / "config.json").write_text(json.dumps(flat))
     save_file(tensors, folder / "model.safetensors")
     return folder
-
-
-def refusal(call, *args, **options) -> str:
-    with pytest.raises(ValueError) as refused:
-        call(*args, **options)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 def changed(source: Path, into: Path, keys=None, tensors=None, layer=None) -> Path:

@@ -9,7 +9,6 @@ import torch
 from dflash_heads import GOLDEN as DFLASH
 from dialect_files import IDS, PEAGLE, random_eagle, random_peagle, write
 from family_configs import family_config
-from mtp_heads import GOLDEN as MTP
 from mtp_heads import own_model, save_target
 from random_checkpoints import (
     random_model,
@@ -37,35 +36,30 @@ def taps(config) -> tuple[int, ...]:
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
 DRAFTS = {
     "gemma4-31B": lambda folder, config: save_random_draft(folder, config, taps(config)),
-    "gemma4-E2B": lambda folder, config: save_random_draft(folder, config, taps(config)),
+    "gemma4-E2B": lambda folder, config: save_random_mlp(folder, config),
     "llama3.1-8B": lambda folder, config: write(folder, "safeailab", random_eagle(), True, draft_vocab_size=None),
     "qwen3-4B": lambda folder, config: write(folder, "speculators", random_peagle(), **PEAGLE, **{IDS: [0, 2, 3]}),
     "auto": lambda folder, config: save_random_draft(folder, config, taps(config), window=12),
-    "gpt-oss-20b": lambda folder, config: save_random_draft(folder, config, taps(config)),
-    "llama4-maverick": lambda folder, config: save_random_draft(folder, config, taps(config)),
+    "gpt-oss-20b": lambda folder, config: save_random_xpress(folder, config, taps(config), layer=MIXED),
+    "llama4-maverick": lambda folder, config: save_random_domino(folder, config, taps(config), layer=MIXED),
     "assistant": lambda folder, config: save_random_assistant(folder, config, ordered=True),
-    "mlp": lambda folder, config: save_random_mlp(folder, config),
     "dflash": lambda folder, config: save_random_dflash(folder, config, taps(config), layer=MIXED),
-    "xpress": lambda folder, config: save_random_xpress(folder, config, taps(config), layer=MIXED),
-    "domino": lambda folder, config: save_random_domino(folder, config, taps(config), layer=MIXED),
     "dflash2": lambda folder, config: shutil.copytree(DFLASH / "dflash2", folder),
     "dspark": lambda folder, config: shutil.copytree(DFLASH / "dspark_rnn", folder),
-    "mtp": lambda folder, config: shutil.copytree(MTP / "qwen3", folder),
     "qwen3.5-9B": lambda folder, config: save_target(folder.parent / "target", config.model_type),
     "lfm2": lambda folder, config: save_random_draft(folder, config, taps(config)),
     "falcon_h1": lambda folder, config: save_random_draft(folder, config, taps(config)),
 }
-"""An EAGLE-3, another for a target with per-layer inputs and shared keys, an EAGLE that shares the target's embedding
-and lm_head, a P-EAGLE, an EAGLE-3 with a window; targets with sinks and experts with biases, with chunks, rotations on
-complex numbers and experts in some of the layers; an assistant with centroids, an MLP speculator, an xPress, a Domino,
-a DFlash2, a DSpark with an rnn bias and an MTP head for ``TARGET_OF`` each; targets with recurrent layers, one for a
-DFlash and one with an MTP layer of its own; others with short convolutions, and with attention and Mamba 2 in each
-layer."""
-FOR_LLAMA = ("mlp", "xpress", "domino", "dflash2", "dspark")
-TARGET_OF = {"assistant": "gemma4-31B", **dict.fromkeys(FOR_LLAMA, "llama3.1-8B"), "mtp": "qwen3-4B"}
+"""An EAGLE-3, an MLP speculator for a target with per-layer inputs and shared keys, an EAGLE that shares the target's
+embedding and lm_head, a P-EAGLE, an EAGLE-3 with a window; an xPress for a target with sinks and experts with biases, a
+Domino for one with chunks, rotations on complex numbers and experts in some of the layers; an assistant with centroids,
+a DFlash2 and a DSpark with an rnn bias for ``TARGET_OF`` each; targets with recurrent layers, one for a DFlash and one
+with an MTP layer of its own; others with short convolutions, and with attention and Mamba 2 in each layer."""
+FOR_LLAMA = ("dflash2", "dspark")
+TARGET_OF = {"assistant": "gemma4-31B", **dict.fromkeys(FOR_LLAMA, "llama3.1-8B")}
 TARGET_OF |= dict.fromkeys(("lfm2", "falcon_h1"), "auto")
 TARGET_OF |= {"dflash": "qwen3.5-4B"}  # z-lab publishes DFlash heads for targets with recurrent layers
-TAPPED = {"dflash": 3, "xpress": 3, "domino": 3, "dflash2": 4, "dspark": 4, "mtp": 4}
+TAPPED = {"dflash": 3, "dflash2": 4, "dspark": 4}
 """Heads whose target has as many layers as they tap."""
 OWN_LAYER = {"qwen3.5-9B": "qwen3_5_text"}
 """Targets whose own checkpoint has the head, and their model types."""
@@ -75,8 +69,8 @@ WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
 STACKED = {"num_attention_heads": 8}
 """Four query heads for each head of keys, two of which become rows of one on the CPU."""
 WITHOUT_LOGITS = ("auto",)
-WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gpt-oss-20b", *TARGET_OF, *OWN_LAYER)
-"""An EAGLE, a P-EAGLE, sinks and experts, and every other kind of head."""
+WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gemma4-E2B", *EXPERTS, *TARGET_OF, *OWN_LAYER)
+"""Every kind of head but an EAGLE-3."""
 
 
 def family_model(name: str):

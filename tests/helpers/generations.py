@@ -1,5 +1,6 @@
 """Generates from a prompt by every path of the loop, in a session with any kind of head."""
 
+import torch
 from scripted import ThreeMethods
 
 from eagle3.runner.contract import SPECULATE
@@ -9,6 +10,11 @@ from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 
 OPTIONS = {"max_new_tokens": 30, "stop_ids": []}
+
+
+def prompt_of(length: int) -> list[int]:
+    """Return random tokens, by seed the same for each length, within the 96 ids of a random model."""
+    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
 def same_tokens_by_every_path(session, prompt: list[int]) -> list[int]:

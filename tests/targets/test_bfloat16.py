@@ -29,6 +29,7 @@ def assert_close(logits, expected):
     assert (logits - expected).abs().max() / scale < LARGEST
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*ROUTED, *SENSITIVE)])
 def test_a_bfloat16_family_in_chunks_across_its_window_stays_close_to_float32(name):
     model = random_model(name).to(torch.bfloat16)
@@ -45,6 +46,7 @@ def test_a_bfloat16_family_in_chunks_across_its_window_stays_close_to_float32(na
             assert (tap.float() - wanted).abs().max() / wanted.abs().max() < LARGEST
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("case", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
 def test_a_bfloat16_head_seeded_with_speculators_features_stays_close_to_float32(case):
     draft, golden = read_draft(GOLDEN / case), load_file(GOLDEN / case / "golden.safetensors")

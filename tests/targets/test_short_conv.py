@@ -1,5 +1,5 @@
 """Targets with short convolutions: every split of a text into calls gives transformers' own states, rejected rows leave
-nothing behind, and each fault put in by hand is noticed."""
+nothing behind."""
 
 import json
 import random
@@ -22,11 +22,9 @@ from eagle3.runner.loop.cached_tokens import still_held
 from eagle3.targets import TARGETS, decoder_layers, spec
 from eagle3.targets.attention import EagerAttention
 from eagle3.targets.recurrent import Ring
-from eagle3.targets.short_conv import ShortConvState
 
 WINDOW, CONTEXT = 16, 160
-TOLERANCE, FAULTY = 3e-5, 1e-2
-"""Bounds in standard deviations of the logits: the most of rounding, and the least of a fault."""
+TOLERANCE = 3e-5  # of rounding, in standard deviations of the logits
 
 
 @pytest.fixture(scope="module", params=["lfm2", "lfm2_moe", "lfm3"])
@@ -111,45 +109,6 @@ def test_what_memory_held_before_the_first_call_is_not_read(pair):
     assert difference(*pair, walk(steps=8, seed=4)) < TOLERANCE
 
 
-def one_position_off(monkeypatch):
-    read = Ring.read
-    monkeypatch.setattr(Ring, "read", lambda self, positions, live: read(self, positions - 1, live))
-
-
-def other_text_before_the_first_row(monkeypatch):
-    read = Ring.read
-    monkeypatch.setattr(Ring, "read", lambda self, positions, live: read(self, positions, live | True))
-
-
-def a_row_not_written(monkeypatch):
-    write = Ring.write
-    monkeypatch.setattr(Ring, "write", lambda self, positions, rows: write(self, positions[:-1], rows[:-1]))
-
-
-def a_slot_reused_too_early(monkeypatch):
-    monkeypatch.setattr(Ring, "_slots", lambda self, positions: (positions + WINDOW) % WINDOW)
-
-
-def nothing_kept(monkeypatch):
-    monkeypatch.setattr(ShortConvState, "with_earlier", lambda self, mixed, input_pos: mixed)
-
-
-FAULTS = (
-    one_position_off,
-    other_text_before_the_first_row,
-    a_row_not_written,
-    a_slot_reused_too_early,
-    nothing_kept,
-)
-
-
-@pytest.mark.parametrize("pair", ["lfm2"], indirect=True)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_noticed(pair, fault, monkeypatch):
-    fault(monkeypatch)
-    assert difference(*pair, walk(steps=30)) > FAULTY
-
-
 def test_the_rings_are_counted(monkeypatch):
     config = family_config("lfm2")
     whole = [state_bytes(TARGETS["auto"], config, length, torch.float32) for length in (100, 101)]
@@ -185,11 +144,6 @@ def test_lfm2_in_its_published_shape_is_planned(published):
     assert facts["methods"][0] == {"name": "prefill", "min_len": 9, "max_len": 512}
     assert facts["twin"]["target"]["logits"] < 1e-4
     assert state_bytes(TARGETS["auto"], Lfm2Config.from_pretrained(published), 4096, torch.float32) == 10 * 1026 * 8192
-
-
-def test_cuda_plans_convolutions(published):
-    done = run_command(export_main, *flags(published, "cuda"), "--cuda-arch", "sm_90", "--random-weights", "--json")
-    assert json.loads(done.stdout)["methods"][0]["name"] == "prefill"
 
 
 def test_a_backend_without_convolutions_refuses_them_in_a_line(published, monkeypatch):

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import fail_command
 from random_checkpoints import save_random_draft
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder, read_headers, shard_paths
 from eagle3.export.checkpoints.target_config import SIZES, read_target_config, special_ids
-from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.system.command import one_line
@@ -72,23 +70,15 @@ def index(folder: Path, content) -> None:
     (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def test_an_undamaged_sharded_checkpoint_is_read(sharded):
-    assert {name: header.shape for name, header in read_headers(sharded).items()} == {"t1": (1, 3), "t2": (2, 3)}
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         ("{", "is not JSON"),
-        ("", "is not JSON"),
         ([], "holds a list"),
-        ({}, "no weight_map"),
-        ({"weight_map": {}}, "no weight_map"),
         ({"weight_map": ["part1.safetensors"]}, "no weight_map"),
         ({"weight_map": {"t1": 1}}, "no weight_map"),
         ({"weight_map": {"t1": "../part1.safetensors"}}, "'../part1.safetensors', which is no file of this folder"),
         ({"weight_map": {"t1": "/etc/passwd"}}, "no file of this folder"),
-        ({"weight_map": {"t1": ""}}, "no file of this folder"),
     ],
 )
 def test_an_invalid_index_of_shards_is_refused_by_name(content, says, sharded):
@@ -108,9 +98,7 @@ def test_an_index_that_does_not_match_its_shards_is_refused(sharded):
     assert f"part1.safetensors, but no {INDEX}" in refusal(read_headers, sharded)
 
 
-@pytest.mark.parametrize(
-    "shards", [["part1.safetensors"], ["gone.safetensors"], ["model.safetensors", "gone.safetensors"]]
-)
+@pytest.mark.parametrize("shards", [["part1.safetensors"], ["model.safetensors", "gone.safetensors"]])
 def test_a_whole_file_beside_a_stale_index_is_read_alone_as_transformers_reads_it(shards, target, tmp_path):
     index(target, {"weight_map": {f"old.{number}": shard for number, shard in enumerate(shards)}})
     save_file({"old.0": torch.zeros(1)}, target / "part1.safetensors")
@@ -128,10 +116,8 @@ def test_a_whole_file_beside_a_stale_index_is_read_alone_as_transformers_reads_i
     [
         (["adapter_model.safetensors", "adapter_config.json"], "merge_and_unload"),
         (["adapter_config.json"], "merge_and_unload"),
-        (["adapter_model.bin"], "merge_and_unload"),
         (["training_args.bin", "consolidated.00.pth"], "pickled weights (consolidated.00.pth), which are not read"),
         (["model-Q4_K_M.gguf"], "has GGUF weights: type --checkpoint"),
-        (["training_args.bin"], "no complete safetensors checkpoint"),
         ([], "no complete safetensors checkpoint"),
     ],
 )
@@ -162,20 +148,14 @@ QUANTIZED = {"_type": "Int4Tensor", "_data": {}, "_tensor_data_names": ["qdata"]
     "metadata",
     [
         {"tensor_names": "["},
-        {"tensor_names": "7"},
         {"tensor_names": "[7]"},
-        {"tensor_names": "[[]]"},
         {"tensor_names": '["layer.weight"]'},
         {"tensor_names": '["layer.weight"]', "layer.weight": "{"},
-        {"tensor_names": '["layer.weight"]', "layer.weight": "7"},
         *(
             {"tensor_names": '["layer.weight"]', "layer.weight": json.dumps(QUANTIZED | broken)}
             for broken in (
-                {"_tensor_data_names": 7},
-                {"_tensor_data_names": []},
                 {"_tensor_data_names": [7]},
                 {"_data": []},
-                {"_data": {"shape": 7}},
                 {"_data": {"shape": ["2"]}},
                 {"_type": None},
             )
@@ -198,7 +178,7 @@ def test_quantized_weights_are_read_and_missing_parts_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\0" * 8, struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 2) + b"[]", b"version https://git-lfs"],
+    [b"", b"\0" * 8, struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 2) + b"[]"],
 )
 def test_a_file_that_is_not_safetensors_is_refused(content, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -228,14 +208,16 @@ def test_a_file_larger_than_memory_is_read(tmp_path):
 # --- the target's configuration
 
 
-@pytest.mark.parametrize("content", [b"[]", b"null", b"7", b'"x"', b"", b"{", b"\xff\xfe{}", b"[" * 50_000])
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\xfe{}", b"[" * 50_000])
 def test_an_invalid_config_json_is_refused_by_name(content, target):
     (target / "config.json").write_bytes(content)
     assert str(target / "config.json") in refusal(read, target)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, "x", [], {}, True, 10**12])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "value"),
+    [*((size, 0) for size in SIZES), *(("hidden_size", value) for value in (-1, 1.5, "x", [], {}, True, 10**12))],
+)
 def test_an_invalid_size_is_refused_by_name_with_its_value(size, value, target):
     file = change(target, **{size: value})
     line = refusal(read, target)
@@ -250,9 +232,8 @@ def test_sizes_in_a_text_config_and_of_single_layers_are_checked(target):
     assert f"{file}: vocab_size is 0" in refusal(read, target)
 
 
-@pytest.mark.parametrize("heads", [{"num_key_value_heads": 3}, {"per_layer_config": {"5": {"num_key_value_heads": 3}}}])
-def test_attention_heads_that_are_no_multiple_of_kv_heads_are_refused(heads, target):
-    change(target, **heads)
+def test_attention_heads_that_are_no_multiple_of_kv_heads_are_refused(target):
+    change(target, per_layer_config={"5": {"num_key_value_heads": 3}})
     line = refusal(read, target)
     assert "num_attention_heads 4 is no multiple of num_key_value_heads 3" in line
 
@@ -284,18 +265,13 @@ def test_a_field_that_makes_the_export_impossible_is_named(fields, says, target)
     assert says in line and (str(file) in line or str(target) in line)
 
 
-def test_a_draft_given_as_the_target_is_refused_with_the_flag_to_type(tmp_path):
-    args = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--output-dir", tmp_path / "out", "--dry-run")
-    code, line = fail_command(export_main, *args, "--checkpoint", TINY.draft)
-    assert code == 1
-    assert f"type --draft {TINY.draft}" in line
-
-
 # --- special ids
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("value", ["1", "</s>", 1.0, -1, True, {"id": 1}, [1, "2"], [[1]], [None], 2**31])
+@pytest.mark.parametrize(
+    ("file", "value"),
+    [("config.json", "1"), *(("generation_config.json", value) for value in ("</s>", 1.0, -1, True, [1, "2"], 2**31))],
+)
 def test_a_stop_token_that_is_not_an_id_is_refused_by_name(file, value, target):
     config = read(target)
     (target / "generation_config.json").unlink()
@@ -304,8 +280,7 @@ def test_a_stop_token_that_is_not_an_id_is_refused_by_name(file, value, target):
     assert str(target / file) in line and "eos_token_id" in line
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("value", [2048, [1, 5000]])
+@pytest.mark.parametrize(("file", "value"), [("config.json", 2048), ("generation_config.json", [1, 5000])])
 def test_a_stop_token_beyond_the_vocabulary_is_refused_with_both_numbers(file, value, target):
     config = read(target)
     (target / "generation_config.json").unlink()
@@ -317,7 +292,7 @@ def test_a_stop_token_beyond_the_vocabulary_is_refused_with_both_numbers(file, v
     assert special_ids(target, config)[1] == (config.vocab_size - 1,)
 
 
-@pytest.mark.parametrize("content", ["[]", "null", "{", "7"])
+@pytest.mark.parametrize("content", ["[]", "{"])
 def test_an_invalid_generation_config_is_refused_by_name(content, target):
     (target / "generation_config.json").write_text(content)
     assert "generation_config.json" in refusal(special_ids, target, read(target))
@@ -359,7 +334,7 @@ def _paths(config: dict, above: tuple[str, ...] = ()):
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "which"),
-    [("gemma4-31B", "target"), ("llama3.1-8B", "target"), ("qwen3-4B", "target"), ("llama3.1-8B", "draft")],
+    [("gemma4-31B", "target"), ("llama3.1-8B", "draft")],
 )
 def test_no_spoiled_field_raises_an_unexpected_error(name, which, checkpoints, tmp_path):
     model, folder = checkpoints(name)
@@ -370,7 +345,7 @@ def test_no_spoiled_field_raises_an_unexpected_error(name, which, checkpoints, t
     flags = ExportConfig(name, tmp_path / "out", folders["target"], folders["draft"], backend="xnnpack")
     make_plan(flags)
     file = folders[which] / "config.json"
-    for path, value, config in spoiled(json.loads(file.read_text()), random.Random(5), 25):
+    for path, value, config in spoiled(json.loads(file.read_text()), random.Random(5), 12):
         file.write_text(json.dumps(config))
         try:
             make_plan(flags)

@@ -102,12 +102,10 @@ def cast(part, dtype):
     ("case", "change", "says"),
     [
         ("nvfp4", drop("weight_scale"), "has model.proj.weight_packed, but model.proj.weight_scale is not there"),
-        ("nvfp4", drop("weight_global_scale"), "model.proj.weight_global_scale is not there"),
         ("modelopt_nvfp4", drop("weight_scale_2"), "model.proj.weight_scale_2 is not there"),
         ("nvfp4", cut("weight_scale"), r"is U8 \[12, 48\] with scales F8_E4M3 \[12, 5\], which is neither"),
-        ("nvfp4", cast("weight_scale", torch.float32), r"with scales F32 \[12, 6\], which is neither NVFP4"),
-        ("fp8_block", cut("weight_scale"), r"is F8_E4M3 \[12, 96\] with scales F32 \[2, 2\], which is neither"),
         ("fp8_row", cast("weight_scale", torch.float8_e4m3fn), "which is neither NVFP4 nor FP8"),
+        ("fp8_row", cast("weight", torch.float8_e5m2), r"is F8_E5M2 \[12, 96\]"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(case, change, says, tmp_path):
@@ -147,10 +145,8 @@ BLOCKS |= {"config_groups": {"g": {"weights": {"num_bits": 8, "strategy": "block
     ("shape", "name", "form", "fields"),
     [
         ((384, 320), "weight_scale", lambda s: s[:, None, :, None], {"quant_method": "modelopt"}),
-        ((128, 640), "weight_scale", lambda s: s, {"quant_method": "modelopt"}),
         ((6, 700), "weight_scale", lambda s: s, {"quant_method": "modelopt"}),  # as many blocks as rows
         ((384, 320), "weight_scale_inv", lambda s: s, {"quant_method": "modelopt", "quant_algo": "FP8_BLOCK_SCALES"}),
-        ((384, 128), "weight_scale", lambda s: s, BLOCKS),
         ((384, 128), "weight_scale", lambda s: s.to(torch.float8_e8m0fnu), BLOCKS),
     ],
 )
@@ -171,8 +167,3 @@ def test_scales_that_two_block_sizes_explain_are_refused(tmp_path):
 def test_two_scales_of_one_weight_are_refused(tmp_path):
     with pytest.raises(ValueError, match="weight_scale and model.proj.weight_scale_inv: which one is meant"):
         changed(tmp_path, "fp8_row", lambda t: t.update({"model.proj.weight_scale_inv": torch.ones(1)})).headers()
-
-
-def test_codes_of_another_dtype_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"is F8_E5M2 \[12, 96\]"):
-        changed(tmp_path, "fp8_row", cast("weight", torch.float8_e5m2)).headers()

@@ -205,36 +205,22 @@ def test_a_config_beside_a_gguf_file_is_used(file):
     ("fields", "says"),
     [
         ({"block_count": 7}, "block_count is 7, but {config} implies 6 (num_hidden_layers)"),
-        ({"embedding_length": 512}, "embedding_length is 512, but {config} implies 256 (hidden_size)"),
-        ({"attention.head_count": 8}, "attention.head_count is 8, but {config} implies 4"),
         (
             {"attention.head_count_kv": [2, 2, 2, 2, 2, 2]},
             "head_count_kv is 2 for layer 5, but {config} implies 1 for layer 5",
         ),
-        ({"attention.key_length_swa": 128}, "key_length_swa is 128, but {config} implies 64"),
         ({"attention.sliding_window": 128}, "sliding_window is 128, but {config} implies 64"),
-        ({"context_length": 2048}, "context_length is 2048, but {config} implies 1024"),
         ({"rope.freq_base": 5e5}, "rope.freq_base is 500000, but {config} implies 1e+06"),
-        ({"rope.freq_base_swa": 2e4}, "rope.freq_base_swa is 20000, but {config} implies 10000"),
         ({"rope.scaling.type": "linear"}, "rope.scaling.type is linear, but {config} implies none"),
-        ({"final_logit_softcapping": 50.0}, "final_logit_softcapping is 50, but {config} implies 30"),
         ({"attention.layer_norm_rms_epsilon": 1e-5}, "epsilon is 1e-05, but {config} implies 1e-06"),
         ({"attention.sliding_window_pattern": [True] * 6}, "pattern is True for layer 5, but {config} implies False"),
         ({".general.type": "mmproj"}, "holds no language model (general.type mmproj)"),
-        ({".general.type": "adapter"}, "holds no language model (general.type adapter)"),
         ({".split.count": 3}, "is one of 3 parts, but its name is not that of a part"),
     ],
 )
 def test_gguf_metadata_that_disagrees_with_the_config_is_refused(fields, says, model, tmp_path):
     file = gemma4_gguf(tmp_path / "other.gguf", model, Q4_K_M, fields)
     assert says.format(config=TINY / "config.json") in refused(tmp_path, file)
-
-
-def test_a_gguf_rope_that_differs_from_the_config_is_refused(model, tmp_path):
-    other = Gemma4ForCausalLM(type(model.config).from_dict(model.config.to_dict()))
-    other.config.rope_parameters["full_attention"]["partial_rotary_factor"] = 0.5
-    line = refused(tmp_path, gemma4_gguf(tmp_path / "other.gguf", other, Q4_K_M))
-    assert "rope_freqs are not those of the proportional rope" in line
 
 
 def test_a_gguf_architecture_other_than_the_configs_is_refused_with_both(tmp_path):
@@ -262,10 +248,7 @@ def test_an_unsupported_gguf_type_is_named_with_its_tensor(file, tmp_path):
     ("damage", "says"),
     [
         (lambda data: data[:-4000], "is truncated, damaged"),
-        (lambda data: data[:200], "is truncated, damaged"),
-        (lambda data: data[:10], "is truncated, damaged"),
         (lambda data: b"", "is no GGUF file"),
-        (lambda data: b"PK" + data, "is no GGUF file"),
         (lambda data: data[:4] + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     ],
 )

@@ -4,26 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import fail_command
 from gguf_files import as_read, transformers_gguf
 from random_checkpoints import random_model, save_random_draft
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from eagle3.export.checkpoints.gguf_file import GGUFFile
-from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.plan import make_plan
 from eagle3.targets.attention import EagerAttention
 
-SIZE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "head_dim": 64}
+SIZE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
 KINDS = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q6_K", "output.weight": "Q6_K", "attn_k.weight": "Q5_K"}
 KINDS |= {"token_embd.weight": "Q8_0", ".weight": "Q4_K"}
 FAMILIES = {
     "llama3.1-8B": "llama",
-    "mistral-7B": "llama",
     "qwen3-4B": "qwen3",
     "phi4": "phi3",
     "gemma3-27B": "gemma3",
@@ -55,12 +51,8 @@ def test_gguf_weights_equal_those_that_transformers_reads(target, tmp_path):
     loaded = load_speculator(
         plan, EagerAttention, torch.float32, xnnpack.conversion(plan)
     ).target.causal_lm.state_dict()
-    others = {}
-    # Mistral's files have Llama's architecture, and transformers' loader makes a Llama from them.
-    if target != "mistral-7B":
-        others = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
-    assert others.keys() <= loaded.keys()
-    assert target == "mistral-7B" or len(others) >= 6 * 6
+    others = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
+    assert others.keys() <= loaded.keys() and len(others) >= 4 * 6
     own = {header.dtype for header in plan.target_headers.values()}
     assert own >= {"Q4_K", "Q8_0", "F32"}
     for name, value in others.items():
@@ -69,24 +61,6 @@ def test_gguf_weights_equal_those_that_transformers_reads(target, tmp_path):
     for name, value in model.state_dict().items():
         if value.ndim == 2 and name in kinds:
             assert torch.equal(loaded[name], as_read(value, kinds[name])), name
-
-
-def test_gguf_rows_are_reordered_as_in_transformers_without_rounding(tmp_path):
-    model, file, _ = made("llama3.1-8B", tmp_path)
-    tensors = dict(GGUFFile(file).tensors())
-    for name, kind in (("q", "Q4_K"), ("k", "Q5_K")):
-        value = tensors[f"model.layers.1.self_attn.{name}_proj.weight"]
-        assert value.ggml_type == kind.lower()
-        expected = as_read(model.model.layers[1].self_attn.get_submodule(f"{name}_proj").weight, kind)
-        assert torch.equal(value.dequantize(torch.float32), expected)
-
-
-def test_an_architecture_and_a_configuration_of_two_families_are_both_named(tmp_path):
-    _, file, draft = made("qwen3-4B", tmp_path / "a")
-    made("llama3.1-8B", tmp_path / "b")
-    flags = ("--target-model", "auto", "--backend", "xnnpack", "--output-dir", tmp_path / "out", "--draft", draft)
-    code, line = fail_command(export_main, *flags, "--checkpoint", file, "--config", tmp_path / "b")
-    assert code == 1 and "is qwen3 (for qwen3)" in line and "is a llama" in line
 
 
 def test_a_gguf_file_without_an_untied_lm_head_is_refused(tmp_path):

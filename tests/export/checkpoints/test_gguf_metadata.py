@@ -50,10 +50,7 @@ def refusal(target: str, folder: Path, *args, **kwargs) -> str:
     ("target", "fields"),
     [
         ("llama3.1-8B", {"rope.dimension_count": 16, "attention.scale": 0.25, "expert_count": 0}),
-        ("llama3.1-8B", {"logit_scale": 0.0, "attention.causal": True, "tensor_data_layout": "Meta AI original pth"}),
-        ("llama3.1-8B", {"rope.scaling.finetuned": True, "rope.scaling.type": "none", "rope.scaling.factor": 0.0}),
         ("mistral-7B", {"attention.sliding_window": 16, ".tokenizer.ggml.bos_token_id": 1}),
-        ("qwen3-4B", {"rope.dimension_sections": [0, 0, 0, 0], "attention.sliding_window": 0}),
         ("phi4", {"rope.dimension_count": 16, "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0}),
         ("gemma3-27B", {"attention.sliding_window": 16, "attention.scale": 256**-0.5, "rope.freq_base_swa": 1e4}),
         ("gemma3-27B", {"attention.sliding_window_pattern": 6, "attention.shared_kv_layers": 0}),
@@ -71,34 +68,21 @@ def test_gguf_metadata_that_agrees_with_the_config_is_accepted(target, fields, t
     [
         ("llama3.1-8B", {"rope.dimension_count": 8}, "rope.dimension_count is 8, but {config} implies 16"),
         ("llama3.1-8B", {"attention.scale": 0.5}, "attention.scale is 0.5, but {config} implies 0.25"),
-        ("llama3.1-8B", {"logit_scale": 0.5}, "logit_scale is 0.5, but {config} implies 1"),
-        ("llama3.1-8B", {"expert_count": 8}, "expert_count is 8, but {config} implies 0"),
-        ("llama3.1-8B", {"attention.shared_kv_layers": 2}, "shared_kv_layers is 2, but {config} implies 0"),
-        ("llama3.1-8B", {"attention.sliding_window": 32}, "sliding_window is 32, but {config} implies 0"),
         ("llama3.1-8B", {"attention.sliding_window_pattern": 2}, "pattern is True for layer 0, but"),
-        ("llama3.1-8B", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30, but {config} implies 0"),
-        ("llama3.1-8B", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50, but {config} implies 0"),
         ("llama3.1-8B", {"rope.scaling.type": "linear"}, "rope.scaling.type is linear, but {config} implies none"),
-        ("llama3.1-8B", {"rope.scaling.factor": 8.0}, "rope.scaling.factor is 8, but {config} implies 1"),
-        ("llama3.1-8B", {"rope.scale_linear": 8.0}, "rope.scale_linear is 8, but {config} implies 1"),
         ("llama3.1-8B", YARN_FILE, "rope.scaling.type is yarn, but {config} implies none"),
         ("llama3.1-8B", {"embedding_scale": 12.0}, "embedding_scale is 12, but {config} implies 1"),
-        ("llama3.1-8B", {"residual_scale": 0.2}, "residual_scale is 0.2, but {config} implies 1"),
         ("llama3.1-8B", {"rope.dimension_sections": [2, 3, 3, 0]}, "rope.dimension_sections is 2 for layer 0"),
         ("llama3.1-8B", {"attention.causal": False}, "attention.causal is False, but {config} implies True"),
-        ("llama3.1-8B", {"attention.key_length": 32}, "attention.key_length is 32, but {config} implies 16"),
         ("llama3.1-8B", {"attention.clamp_kqv": 8.0}, "attention.clamp_kqv is 8, which is not read, and {config} says"),
-        ("llama3.1-8B", {"swin_norm": True}, "swin_norm is True, which is not read"),
         ("llama3.1-8B", {"nextn_predict_layers": 1}, "nextn_predict_layers is 1, but {config} implies 0"),
         ("llama3.1-8B", {"vocab_size": 90}, "vocab_size is 90, but {config} implies 96"),
         ("llama3.1-8B", {"rope.freq_base": None, "rope.scaling.finetuned": False}, None),
         ("phi4", {"rope.dimension_count": 12}, "rope.dimension_count is 12, but {config} implies 16"),
         ("gemma3-27B", {"attention.scale": 0.125}, "attention.scale is 0.125, but {config} implies 0.0625"),
-        ("gemma3-27B", {"attention.sliding_window": 32}, "sliding_window is 32, but {config} implies 16"),
         ("gemma3-27B", {"attention.sliding_window_pattern": 3}, "pattern is False for layer 2, but"),
         ("gemma3-27B", {"rope.freq_base": None}, "rope.freq_base is 10000, but {config} implies 1e+06"),
         ("mistral-7B", {".tokenizer.ggml.bos_token_id": 7}, "bos_token_id is 7, but {folder} implies 1 (bos_token_id)"),
-        ("mistral-7B", {".tokenizer.ggml.eos_token_id": 7}, "eos_token_id is 7, but {folder} implies 2 (eos_token_id)"),
     ],
 )
 def test_gguf_metadata_that_disagrees_with_the_config_is_refused_with_both_values(target, fields, says, tmp_path):
@@ -115,13 +99,9 @@ def test_gguf_metadata_that_disagrees_with_the_config_is_refused_with_both_value
         (LINEAR, {}, "rope.scaling.type is none, but {config} implies linear"),
         (LINEAR, {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, "factor is 8, but {config} implies 4"),
         (LINEAR, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, None),
-        (YARN, {}, "rope.scaling.type is none, but {config} implies yarn"),
         (YARN, YARN_FILE, None),
         (YARN, YARN_FILE | {"rope.scaling.original_context_length": 128}, "length is 128, but {config} implies 64"),
         (YARN, YARN_FILE | {"rope.scaling.yarn_beta_fast": 16.0}, "beta_fast is 16, but {config} implies 32"),
-        (YARN, YARN_FILE | {"rope.scaling.yarn_beta_slow": 2.0}, "beta_slow is 2, but {config} implies 1"),
-        (YARN, YARN_FILE | {"rope.scaling.yarn_attn_factor": 1.5}, "attn_factor is 1.5, but {config} implies 1"),
-        (YARN | {"beta_fast": 16.0}, YARN_FILE, "yarn_beta_fast is 32, but {config} implies 16"),
         (YARN | {"attention_factor": 1.5}, YARN_FILE, "yarn_attn_factor is 1, but {config} implies 1.5"),
         (YARN | {"beta_fast": 16.0}, YARN_FILE | {"rope.scaling.yarn_beta_fast": 16.0}, None),
     ],
@@ -143,11 +123,6 @@ def test_rope_factors_in_only_one_of_gguf_file_and_config_are_refused(tmp_path):
     assert "has no rope_freqs, but" in line and "of the llama3 rope" in line
 
 
-def test_a_softcap_only_in_the_config_is_refused(tmp_path):
-    line = refusal("gemma3-27B", tmp_path, changes={"final_logit_softcapping": 30.0})
-    assert "final_logit_softcapping is 0, but" in line and "implies 30" in line
-
-
 TOKENS = [f"<{id}>" for id in range(88)]
 
 
@@ -159,6 +134,7 @@ def tokenizer(folder: Path, count: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": added}))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_gguf_embedding_without_padding_rows_is_accepted(listed, tmp_path):
     """llama.cpp's converter removes the rows of a Gemma 3 after the tokenizer's last token."""
@@ -201,11 +177,6 @@ def test_a_gguf_embedding_without_rows_of_tokens_is_refused(listed, tmp_path):
     assert f"its embedding has 88 rows, but the tokenizer has {90 if listed else 92} tokens" in line
 
 
-def test_a_short_gguf_embedding_of_another_family_is_refused(tmp_path):
-    line = refusal("qwen3-4B", tmp_path, {"vocab_size": None}, rows=88)
-    assert "embed_tokens.weight is [88, 64], but config.json implies [96, 64]" in line
-
-
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("own", "files", "says"),
@@ -214,7 +185,6 @@ def test_a_short_gguf_embedding_of_another_family_is_refused(tmp_path):
         ("A", {"chat_template.jinja": "A"}, None),
         ("A", {"chat_template.jinja": "B"}, "the chat template of {folder} is used"),
         ("A", {"tokenizer_config.json": json.dumps({"chat_template": "B"})}, "the chat template of {folder} is used"),
-        ("A", {"tokenizer_config.json": json.dumps({"chat_template": "A"})}, None),
         ("A", {"chat_template.jinja": "A", "tokenizer_config.json": json.dumps({"chat_template": "B"})}, None),
         (
             "A",
@@ -222,7 +192,6 @@ def test_a_short_gguf_embedding_of_another_family_is_refused(tmp_path):
             "the chat template of {folder} is used",
         ),
         (None, {"chat_template.jinja": "B"}, None),
-        (None, {}, None),
     ],
 )
 def test_the_chosen_chat_template_is_reported_if_there_are_two(own, files, says, tmp_path):

@@ -8,7 +8,6 @@ import torch
 from eager import eager_session, eager_speculator
 from executorch.extension.llm.export.quant import dequantize_weight
 from packed_checkpoints import (
-    FORMATS,
     WIDE,
     dense,
     gptq,
@@ -70,37 +69,14 @@ def codes_of(weight: TorchAOBaseTensor) -> tuple[torch.Tensor, torch.Tensor, tor
     return codes.long(), weight.scale.t(), weight.zero_point.t().long()
 
 
-def format_of(case: str) -> str:
-    stored = json.loads((GOLDEN / case / "config.json").read_text())["quantization_config"]
-    return stored.get("checkpoint_format") or stored["quant_method"]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_packing_of_these_tests_equals_the_tools(case):
-    weight, _, parts = golden(case)
-    codes, scale, zero = codes_of(weight)
-    bits = 8 if weight.qdata.dtype == torch.int8 else 4
-    has_zeros = not parts.keys().isdisjoint(("weight_zero_point", "qzeros"))
-    pack = FORMATS[format_of(case)][0]
-    mine = pack(codes, scale, zero if has_zeros else None, bits)
-    assert mine.keys() == parts.keys()
-    for part, value in parts.items():
-        assert value.dtype == mine[part].dtype and torch.equal(value, mine[part]), part
-
-
 SCHEMES = [
-    ("compressed-tensors", 4, 32, True),
     ("compressed-tensors", 4, 64, False),
     ("compressed-tensors", 4, -1, True),
-    ("compressed-tensors", 8, 128, False),
-    ("compressed-tensors", 8, -1, True),
     ("gptq", 4, 128, True),
     ("gptq_v2", 8, 32, False),
     ("awq", 4, 128, False),
     ("gptq desc_act", 4, 128, False),
     ("gptq zero biases", 4, 128, True),
-    ("auto-round", 4, 128, True),
-    ("auto-round", 8, 64, False),
     ("auto-round awq", 4, 128, False),
 ]
 
@@ -128,8 +104,7 @@ def test_on_the_cpu_packed_checkpoints_give_transformers_tokens(name, bits, grou
     assert result == tokens[20:]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("kind", "less"), [("gptq", 0), ("gptq", 1), ("gptq_v2", 0), ("gptq_v2", 1)])
+@pytest.mark.parametrize(("kind", "less", "bits"), [("gptq", 0, 4), ("gptq", 1, 8), ("gptq_v2", 1, 4)])
 def test_symmetric_gptq_has_the_middle_code_for_zero_whatever_is_stored(kind, less, bits, tmp_path):
     torch.manual_seed(bits)
     codes, scale = torch.randint(1 << bits, (32, 128)), torch.rand(32, 4).half()
@@ -167,7 +142,7 @@ def test_codes_by_compressed_tensors_stay_memory_mapped(tmp_path):
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(("name", "bits", "group", "symmetric"), [SCHEMES[i] for i in (1, 2, 5, 6, 7, 8)])
+@pytest.mark.parametrize(("name", "bits", "group", "symmetric"), [SCHEMES[i] for i in (0, 3, 5)])
 def test_on_cuda_every_packed_linear_keeps_its_codes_and_verifies_on_the_small_m_path(
     name, bits, group, symmetric, tmp_path
 ):

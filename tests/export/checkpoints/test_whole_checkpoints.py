@@ -112,9 +112,8 @@ def further_layer(folder: Path, layer: int, stem: str = "model.layers") -> dict[
     return made | {f"{stem}.{layer}.{name}.weight": torch.ones(96, 64) for name in ("embed_tokens", "shared_head.head")}
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
-def test_an_mtp_layer_in_a_checkpoint_is_ignored(name, tmp_path):
-    model = saved(name, tmp_path)
+def test_an_mtp_layer_in_a_checkpoint_is_ignored(tmp_path):
+    model = saved("deepseek_v3", tmp_path)
     before = planned(tmp_path)
     further = further_layer(tmp_path, 4)
     further["model.layers.4.eh_proj.weight"].fill_(float("nan"))  # its values are never read
@@ -127,15 +126,6 @@ def test_an_mtp_layer_in_a_checkpoint_is_ignored(name, tmp_path):
     assert complete(session, prompt, max_new_tokens=8, stop_ids=()).token_ids == greedy(model, prompt, 8)
 
 
-def test_layers_that_transformers_lists_as_ignored_are_ignored(tmp_path):
-    saved("glm4_moe", tmp_path)
-    change(tmp_path, {"model.layers.46.own.weight": torch.ones(2), "model.layers.92.own.weight": torch.ones(2)})
-    planned(tmp_path)
-    change(tmp_path, {"model.layers.47.own.weight": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"has model\.layers\.47\.own\.weight, which a model of its config"):
-        planned(tmp_path)
-
-
 def test_a_layer_listed_as_ignored_for_another_model_size_is_refused(tmp_path):
     """A class lists a layer for each published size. In the larger model, the layer listed for the smaller one is an
     ordinary layer."""
@@ -146,14 +136,6 @@ def test_a_layer_listed_as_ignored_for_another_model_size_is_refused(tmp_path):
     names = {"model.layers.46.own.weight", "model.layers.92.own.weight"}
     config.save_pretrained(tmp_path)
     assert unread(names, names, skeleton(config, 16).model, config, tmp_path) == {"model.layers.92.own.weight"}
-
-
-def test_layers_beyond_the_configured_number_are_refused(tmp_path):
-    saved("glm4_moe", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}))
-    with pytest.raises(ValueError, match=r"has model\.layers\.3\..* no place for"):
-        planned(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mistral3", "idefics3"])
@@ -171,31 +153,12 @@ def test_only_parts_beside_the_text_model_are_ignored(name, tmp_path):
         change(tmp_path, {stray: None})
 
 
-@pytest.mark.parametrize("name", ["mistral3", "internvl", "idefics3"])
+@pytest.mark.parametrize("name", ["mistral3", "idefics3"])
 def test_a_missing_lm_head_is_reported_if_the_whole_configuration_ties_none(name, tmp_path):
     saved(name, tmp_path, tie_word_embeddings=False)
     change(tmp_path, {"lm_head.weight": None, "language_model.lm_head.weight": None})
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight, which its config\.json implies"):
         planned(tmp_path)
-
-
-SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-OTHER_LAYOUTS = {
-    "falcon": lambda: transformers.FalconConfig(**SMALL),
-    "opt": lambda: transformers.OPTConfig(**SMALL, word_embed_proj_dim=64),
-    "gpt2": lambda: transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4),
-    "gptj": lambda: transformers.GPTJConfig(vocab_size=96, n_embd=64, n_layer=2, n_head=4),
-}
-
-
-@pytest.mark.parametrize("name", OTHER_LAYOUTS)
-def test_an_unsupported_family_is_refused_as_such_and_not_for_its_tied_head(name, tmp_path):
-    config = OTHER_LAYOUTS[name]()
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    save_random_draft(tmp_path / "draft", config, aux_layers=(0, 1, 2))
-    with pytest.raises(ValueError, match=r"has no model\.layers") as refused:
-        planned(tmp_path)
-    assert "shard" not in str(refused.value)
 
 
 def test_a_window_of_zero_is_accepted_only_if_no_layer_uses_it(tmp_path):
@@ -216,9 +179,7 @@ def test_a_window_of_zero_is_accepted_only_if_no_layer_uses_it(tmp_path):
             read_target_config(tmp_path, "auto")
 
 
-@pytest.mark.parametrize(
-    "rope", [ALPHA | {"alpha": 0}, ALPHA | {"alpha": None}, {"rope_type": "dynamic", "factor": 2.0}]
-)
+@pytest.mark.parametrize("rope", [ALPHA | {"alpha": 0}, {"rope_type": "dynamic", "factor": 2.0}])
 def test_a_dynamic_rope_without_a_fixed_alpha_is_refused(rope, tmp_path):
     config = transformers.HunYuanDenseV1Config(**ALL, rope_parameters=ALPHA | rope)
     config.rope_parameters = {"rope_theta": 1e4} | rope
@@ -257,10 +218,3 @@ def test_weight_files_of_another_name_that_transformers_would_read_are_refused(u
     own.write_text(json.dumps(json.loads(own.read_text()) | {"transformers_weights": "other.safetensors"}))
     with pytest.raises(ValueError, match="draft/config.json: transformers_weights"):
         open_source(draft)
-
-
-def test_a_configuration_may_name_the_usual_weight_files(tmp_path):
-    AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZE)).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"transformers_weights": "model.safetensors"}))
-    assert open_source(tmp_path).headers()

@@ -20,10 +20,7 @@ LONG = SIZE | {"max_position_embeddings": 4096}
 OFF = {"use_sliding_window": False}
 UNREAD = {
     "llama": {},
-    "glm4": {},
-    "olmo2": {},
     "seed_oss": {},
-    "jais2": {},
     "deepseek_v3": FAMILIES["deepseek_v3"] | OFF,
 }
 
@@ -37,20 +34,12 @@ def written(folder: Path, kind: str, **fields) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("window", [16, 1024])
 @pytest.mark.parametrize("kind", UNREAD)
-def test_a_window_that_transformers_ignores_is_ignored(kind, window, tmp_path):
-    text = read_target_config(written(tmp_path, kind, **UNREAD[kind], sliding_window=window), "auto")
+def test_a_window_that_transformers_ignores_is_ignored(kind, tmp_path):
+    text = read_target_config(written(tmp_path, kind, **UNREAD[kind], sliding_window=16), "auto")
     spec = spec_for("auto", text.model_type)
     assert check_target(spec, "auto", tmp_path, text)["logits"] < 1e-4
     assert spec.max_forward_len(text) == LONG["max_position_embeddings"]
-
-
-def test_a_window_of_a_class_that_has_the_field_is_kept(tmp_path):
-    text = read_target_config(written(tmp_path, "mistral", sliding_window=1024), "auto")
-    spec = spec_for("auto", text.model_type)
-    assert check_target(spec, "auto", tmp_path, text)["logits"] < 1e-4
-    assert spec.max_forward_len(text) == 1024
 
 
 def planned(tmp_path: Path, window: int, **flags):
@@ -61,7 +50,7 @@ def planned(tmp_path: Path, window: int, **flags):
     return make_plan(ExportConfig("auto", tmp_path / "out", tmp_path / "target", draft, backend="xnnpack", **flags))
 
 
-@pytest.mark.parametrize("window", [1, 2, 8])
+@pytest.mark.parametrize("window", [1, 8])
 def test_a_window_too_short_for_a_chunk_is_refused_as_such(window, tmp_path):
     with pytest.raises(
         ValueError, match=f"the target's sliding window is {window} tokens.*prefill takes 9 tokens or"

@@ -13,7 +13,7 @@ from draft_oracle import check_draft
 from safetensors.torch import load_file
 from torch import nn
 
-from eagle3.export.draft.kinds import DFLASH, DSPARK
+from eagle3.export.draft.kinds import DFLASH
 from eagle3.export.draft.loading import load_draft, unfilled
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.pairing import check_pair
@@ -26,24 +26,17 @@ DIALECTS |= {"domino_speculators": "speculators", "domino": "z-lab"}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_dflash_block_equals_the_trainers_after_seeding_and_chaining(name):
-    """The block follows a chunk, then each accepted window, within a sliding window and beyond it."""
+def test_a_dflash_block_equals_the_trainers_after_seeding_chaining_and_rollbacks(name):
+    """The block follows a chunk, then each accepted window, within a sliding window and beyond it. Rows of rejected
+    tokens, and the block drafted after them, leave no trace."""
     case, start = Case(name), 0
+    wrong = torch.randn(case.features.shape, generator=torch.Generator().manual_seed(1))
     check_pair(case.draft, TARGET, (1, 3, 4))
     assert case.draft.kind.lower() == name.split("_")[0]
     assert case.draft.dialect == next((dialect for mark, dialect in DIALECTS.items() if mark in name), "speculators")
     assert case.draft.chain_len == (4 if "domino" in name else case.draft.longest_chain)
     for number, anchor in enumerate(case.golden["anchors"].tolist()):
         case.check(number, *case.draft_behind(start, anchor))
-        start = anchor
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_dflash_block_is_the_same_after_a_rollback(name):
-    """Rows of rejected tokens, and the block drafted after them, leave no trace."""
-    case, start = Case(name), 0
-    wrong = torch.randn(case.features.shape, generator=torch.Generator().manual_seed(1))
-    for number, anchor in enumerate(case.golden["anchors"].tolist()):
         case.draft_behind(start, min(anchor + 3, 32), wrong)
         case.check(number, *case.draft_behind(start, anchor))
         start = anchor
@@ -71,13 +64,6 @@ def test_fewer_proposals_are_the_first_ones_of_a_whole_block(name):
     case = Case(name, chain_len=2)
     case.check(4, *case.draft_behind(0, case.golden["anchors"][4]))
     assert case.draft_behind(0, 14)[0].shape[1] == 2
-
-
-@pytest.mark.first(6)
-@pytest.mark.parametrize("name", CASES)
-def test_the_dflash_head_equals_its_formulas(name):
-    compared = check_draft(read_draft(GOLDEN / name), 3)
-    assert compared["logits"] < 1e-4 and compared["states"] < 1e-4 and compared["tokens"] > 20
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -172,10 +158,8 @@ def test_z_labs_first_heads_scale_the_embedding_like_the_target(source, own, fac
         ({}, (True, False)),  # rows of sliding layers attend backwards only
         ({"is_causal": False}, (False, False)),
         ({"is_causal": True}, (True, True)),
-        ({"own": {"causal": False, "input_embedding_scale": 3.0, "block_size": 5}}, (False, False)),
         ({"own": {"causal_head": True}}, (True, True)),  # JetSpec's
         ({"own": {"causal_head": True, "causal": False}}, (False, False)),
-        ({"causal_head": False}, (False, False)),
     ],
 )
 def test_sliding_layers_of_z_labs_heads_equal_their_formulas(keys, causal, tmp_path):
@@ -190,14 +174,11 @@ def test_sliding_layers_of_z_labs_heads_equal_their_formulas(keys, causal, tmp_p
     [
         ("dspark", {}, 5, 0),  # without the key, as many proposals as the block has rows
         ("dspark", {}, 4, 1),  # from a version that did not train the anchor's row
-        ("dspark", {}, 3, 1),
         ("dspark", {"sample_from_anchor": True}, 4, 0),
-        ("dflash_full", {}, 4, 1),
         ("xpress", {}, 4, 1),
         ("dspark_deepspec", {}, None, 0),
         ("dspark_deepspec", {"sample_from_anchor": False}, None, 1),
         ("dflash_deepspec", {"dspark_bonus_anchor": True}, None, 1),
-        ("dspark_specforge", {}, None, 0),
         ("dspark_specforge", {"sample_from_anchor": False}, None, 1),
         ("dflash_jetspec", {}, None, 1),
         ("dflash_jetspec", {"sample_from_anchor": True}, None, 0),
@@ -211,22 +192,3 @@ def test_the_first_proposing_row_is_the_first_trained_row(source, keys, tokens, 
     assert draft.first_row == first and draft.chain_len == (tokens or 5 - first)
     compared = check_draft(draft, 3)
     assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"architectures": ["QwenDFlashDraftModel"], "num_anchors": 512},  # AngelSlim's, whose count is of training
-        {"architectures": ["Qwen3DFlashDraftModel"]},  # NeMo's
-        {"own": {"projector_type": "dflash", "num_target_layers": 6, "mask_token": "<|MASK|>"}},  # ModelOpt's
-    ],
-)
-def test_heads_of_other_trainers_in_z_labs_form_are_read_as_z_labs(keys, tmp_path):
-    draft = read_draft(z_lab(tmp_path / "head", **keys))
-    assert (draft.kind, draft.dialect, draft.first_row, draft.embeds_as_target) == (DFLASH, "z-lab", 1, True)
-    assert check_draft(draft, 3)["states"] < 1e-4
-
-
-def test_projector_type_decides_the_kind_if_the_class_does_not(tmp_path):
-    head = changed(GOLDEN / "dspark_specforge", tmp_path / "head", {"architectures": ["DFlashDraftModel"]})
-    assert read_draft(head).kind == DSPARK

@@ -1,22 +1,19 @@
 """With a DFlash head, every block of a generation equals the formulas, on every path of the loop."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from dflash_formulas import Drafter
 from dflash_heads import GOLDEN, KINDS, SLIDING, plan_of, save_pair
 from eager import eager_session
-from generations import assert_the_same_windows, same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
+from generations import assert_the_same_windows, prompt_of, same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
 from random_checkpoints import random_model, save_random_dflash, save_random_domino, save_random_xpress
 from safetensors.torch import load_file
 from scripted import ThreeMethods
+from traced_for_cuda import traced, wide_model
 
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.lowering.cuda.backend import BACKEND as cuda
-from eagle3.export.lowering.cuda.graph.check import check_linears
-from eagle3.export.pipeline import load_speculator, trace
 from eagle3.runner.contract import DRAFT_DECODE, SPECULATE
 from eagle3.runner.loop.generation import complete
 from eagle3.runner.sampling.options import Sampling
@@ -33,10 +30,6 @@ def session(request, folder):
     session = eager_session(plan_of(folder, request.param))
     session.folder = folder / request.param
     return session
-
-
-def prompt_of(length: int) -> list[int]:
-    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
 class ByFormulas(ThreeMethods):
@@ -66,7 +59,7 @@ class ByFormulas(ThreeMethods):
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("length", [3, 12, 40])  # within the windows, and past them
+@pytest.mark.parametrize("length", [40, 3])  # past the windows, and within them
 def test_every_dflash_block_of_a_generation_equals_its_formulas(length, session):
     """Blocks are seeded in chunks, chained, and rolled back after accepted windows of several lengths. A bias restricts
     the target to four tokens, so that many are accepted."""
@@ -103,12 +96,8 @@ def test_every_path_of_the_loop_gives_the_same_tokens_with_dflash(session):
     same_tokens_behind_a_kept_prefix(session, prompt, plain, reused=len(prompt) - 2)
 
 
-VARIANTS = ["dflash2", "dspark", "dspark_rnn", "xpress", "xpress_anchor"]
-VARIANTS += ["domino", "domino_unshifted", "domino_speculators"]
-
-
 @pytest.mark.first(1)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["dflash2", "dspark", "dspark_rnn", "xpress", "domino"])
 def test_dflash_variants_give_the_tokens_of_plain_decoding_and_draft_by_their_formulas(name, tmp_path):
     """Blocks are seeded, chained and rolled back, by the three methods and by fused rounds."""
     random_model("llama3.1-8B", num_hidden_layers=4).save_pretrained(tmp_path / "target")
@@ -130,57 +119,23 @@ def test_a_dflash_generation_reaches_the_last_position_of_the_context(folder):
     assert len(tokens) == 24 - 9
 
 
-@pytest.mark.whole
-def test_a_block_of_16_rows_uses_the_small_m_kernels_on_cuda(tmp_path):
+@pytest.mark.first(1)
+@pytest.mark.parametrize(
+    ("save", "keys", "linears", "chain_len"),
+    [
+        (save_random_xpress, {"rank": 256}, 7, 3),  # the table of tokens of its refiner is an 8-bit embedding
+        (save_random_dflash, {}, 0, 15),
+        (save_random_domino, {"gru": 64, "rank": 32, "sample_from_anchor": True}, 4, 15),  # of its GRU and its bias
+    ],
+)
+def test_the_linears_of_a_block_of_16_rows_use_the_small_m_kernels_on_cuda(save, keys, linears, chain_len, tmp_path):
     """The rows of the block decide, not those of the window, even if fewer of its tokens are verified."""
-    save_random_dflash(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), block=16, layer=SLIDING_20)
-    for chain_len, methods in ((3, (DRAFT_DECODE,)), (15, (DRAFT_DECODE, SPECULATE))):
-        for name, counted in linears_on_cuda(tmp_path, chain_len, methods).items():
-            assert not counted["large_m"] and not counted["dequantize"]
-            assert name == SPECULATE or counted["small_m"] == 2 * 7 + 1
-
-
-def test_every_linear_of_an_xpress_uses_the_small_m_kernels_on_cuda(tmp_path):
-    """The table of tokens of its refiner is an 8-bit embedding."""
-    save_random_xpress(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), rank=256, block=16, layer=SLIDING_20)
-    for chain_len in (3, 15):
-        counted = linears_on_cuda(tmp_path, chain_len, (DRAFT_DECODE,))[DRAFT_DECODE]
-        assert not counted["large_m"] and not counted["dequantize"]
-        assert counted["small_m"] == 2 * 7 + 1 + 7
-
-
-@pytest.mark.whole
-def test_every_linear_of_a_domino_uses_the_small_m_kernels_on_cuda(tmp_path):
-    """The linears of its GRU and of its bias use the kernels for each row."""
-    keys = {"gru": 64, "rank": 32, "block": 16, "layer": SLIDING_20, "sample_from_anchor": True}
-    save_random_domino(tmp_path / "head", wide_target(tmp_path), (0, 2, 3), **keys)
-    for chain_len in (3, 15):
-        counted = linears_on_cuda(tmp_path, chain_len, (DRAFT_DECODE,))[DRAFT_DECODE]
-        assert not counted["large_m"] and not counted["dequantize"]
-        assert counted["small_m"] == 2 * 7 + 1 + 4
-
-
-SLIDING_20 = SLIDING | {"sliding_window": 20}
-
-
-def wide_target(folder: Path):
-    """Write a target whose linears are wide enough for the kernels; return its configuration."""
-    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
-    model = random_model("llama3.1-8B", num_hidden_layers=3, **wide)
-    model.to(torch.bfloat16).save_pretrained(folder / "target")
-    return model.config
-
-
-def linears_on_cuda(folder: Path, chain_len: int, methods: tuple[str, ...]) -> dict[str, dict[str, int]]:
-    """Return for each method the operators that compute the quantized linears of the target and the head in ``folder``,
-    with their number."""
+    model = wide_model("llama3.1-8B", num_hidden_layers=3)
+    model.save_pretrained(tmp_path / "target")
+    layer = SLIDING | {"sliding_window": 20}
+    save(tmp_path / "head", model.config, (0, 2, 3), block=16, layer=layer, **keys)
     flags = {"draft_qlinear": "default", "speculate": True, "chain_len": chain_len, "max_prefill": None}
-    plan = plan_of(folder, "head", **flags)
-    speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
-    cuda.prepare(speculator, plan)
-    counted = {}
-    for name in methods:
-        with cuda.tracing(speculator, plan):
-            program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.dtype)
-        counted[name] = check_linears(name, program)
-    return counted
+    methods = (DRAFT_DECODE,) if linears else (DRAFT_DECODE, SPECULATE)
+    for name, _, counted in traced(plan_of(tmp_path, "head", **flags), *methods):
+        assert not counted["large_m"] and not counted["dequantize"]
+        assert name == SPECULATE or counted["small_m"] == 2 * 7 + 1 + linears

@@ -10,37 +10,30 @@ import pytest
 import torch
 from dialect_files import (
     CONFIGS,
-    FC_NORMS,
     HIDDEN,
     IDS,
-    LLAMA3,
-    SPOKEN,
     VOCAB,
     YARN,
-    biases,
     norms,
-    random_eagle,
     random_head,
     without,
     write,
 )
 from draft_oracle import check_draft
 from places import TESTS
-from safetensors.torch import save_file
+from refusals import refusal
 from torch import nn
 from transformers import LlamaConfig
 
-from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checkpoints.json_fields import Fields
 from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.draft.common.layer_config import layer_config
-from eagle3.export.draft.kinds import EAGLE, EAGLE3
+from eagle3.export.draft.kinds import EAGLE3
 from eagle3.export.draft.kinds.eagle.tensor_names import head_kind
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.pairing import check_pair, check_trained_for
 from eagle3.export.planning.taps import choose_taps
-from eagle3.export.planning.tensors import check_draft as check_tensors
 from eagle3.targets.attention import EagerAttention
 
 GOLDEN = TESTS / "golden" / "eagle3"
@@ -72,8 +65,7 @@ def run(folder, **flags):
 
 
 @pytest.mark.first(6)
-@pytest.mark.parametrize("dialect", list(CONFIGS))
-@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize(("dialect", "pickled"), [("safeailab", True), *((name, False) for name in CONFIGS)])
 def test_a_head_gives_the_same_numbers_in_every_dialect(dialect, pickled, tmp_path):
     tensors = random_head()
     expected = run(write(tmp_path / "speculators", "speculators", tensors))
@@ -114,27 +106,11 @@ VARIANTS = {
         random_head() | norms("aux_norm_low", "aux_norm_mid", "aux_norm_high"),
         {"use_aux_norm": True},
     ),
-    "fc_norm": ("specforge", random_head() | FC_NORMS, {"fc_norm": True}),
     "norm_before_fc in eagle_config": (
         "modelopt",
         random_head() | norms("input_norm", size=3 * HIDDEN),
         {"eagle_config": {"norm_before_fc": True}},
     ),
-    "a bias of fc": ("sglang", random_head() | biases("fc", size=HIDDEN), {"bias": True}),
-    "biases of attention and MLP": (
-        "angelslim",
-        random_head()
-        | biases("layers.0.self_attn.q_proj", "layers.0.self_attn.o_proj", size=HIDDEN)
-        | biases("layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj", size=HIDDEN // 2)
-        | biases("layers.0.mlp.up_proj", "layers.0.mlp.gate_proj", size=2 * HIDDEN),
-        {"attention_bias": True},
-    ),
-    "norms of queries and keys": (
-        "angelslim",
-        random_head() | norms("layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm", size=16),
-        {},
-    ),
-    "three layers": ("modelopt", random_head(layers=3), {"num_hidden_layers": 3}),
     "SGLang's older names of later layers": (
         "sglang",
         renamed(
@@ -157,11 +133,6 @@ VARIANTS = {
         random_head(layers=2) | norms("layers.1.hidden_norm"),
         {"num_hidden_layers": 2},
     ),
-    "a later layer with both norms, by input_layernorm": (
-        "nemo",
-        random_head(layers=2) | norms("layers.1.hidden_norm"),
-        {"num_hidden_layers": 2},
-    ),
     "its own embedding for lm_head": (
         "sglang",
         without(random_head(), "lm_head.weight", "d2t", "t2d"),
@@ -179,29 +150,12 @@ VARIANTS = {
         random_head() | more_heads(6),
         {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
     ),
-    "one tap": ("angelslim", random_head(taps=1), {IDS: [9]}),
     "five taps, the last layer's output among them": (
         "nemo",
         random_head(taps=5),
         {"eagle_config": {IDS: [1, 3, 4, 8, 12]}},
     ),
-    "llama3 rope": ("specforge", random_head(), {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
-    "SpecForge's yarn": ("specforge", random_head(), {"rope_scaling": YARN}),
-    "linear rope of old": ("safeailab", random_head(), {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     "mrope, for text": ("angelslim", random_head(), {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}),
-    "partial rotary": ("sglang", random_head(), {"partial_rotary_factor": 0.5}),
-    "partial rotary and norms": (
-        "speculators",
-        random_head() | norms("layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm", size=16),
-        {
-            "transformer_layer_config": {
-                "model_type": "qwen3",
-                "head_dim": 16,
-                "rope_theta": None,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-            }
-        },
-    ),
     "no taps but the final state": (
         "modelopt",
         without(random_head(), "fc.weight", "layers.0.hidden_norm.weight"),
@@ -212,8 +166,6 @@ VARIANTS = {
         without(random_head(), "fc.weight"),
         {"eagle_config": {"use_aux_hidden_state": False, IDS: []}},
     ),
-    "norm_output, which feeds the normed state": ("sglang", random_head(), {"norm_output": True}),
-    "return_hidden_post_norm": ("modelopt", random_head(), {"eagle_config": {"return_hidden_post_norm": True}}),
     "no last norm": (
         "modelopt",
         without(random_head(), "norm.weight"),
@@ -224,7 +176,6 @@ VARIANTS = {
         without(random_head(), "layers.0.input_layernorm.weight"),
         {"eagle_config": {"use_input_layernorm_in_first_layer": False}},
     ),
-    "a window": ("sglang", random_head(), {"layer_types": ["sliding_attention"], "sliding_window": 6}),
     "windows of some layers": (
         "sglang",
         random_head(layers=2),
@@ -235,8 +186,6 @@ VARIANTS = {
         random_head(),
         {"model_type": "llama4_text", "intermediate_size": 32, "intermediate_size_mlp": 2 * HIDDEN},
     ),
-    "Mistral's name on a Llama layer": ("sglang", random_head(), {"model_type": "mistral", "sliding_window": 4096}),
-    "norm_before_residual": ("sglang", random_head(), {"norm_before_residual": True}),
     "old rotary tables in the file": (
         "safeailab",
         random_head() | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
@@ -271,21 +220,12 @@ def test_specforge_never_feeds_the_normed_state_and_may_leave_lm_head_without_no
     assert not torch.equal(run(folders[True])[3], plain[3])  # as SGLang reads it
 
 
-def test_the_residual_flag_overrides_the_checkpoint(tmp_path):
-    folder = write(tmp_path / "head", "nemo")
-    draft = read_draft(folder, norm_before_residual=True)
-    assert draft.norm_before_residual and check_draft(draft, 3, True)["logits"] < 1e-4
-    assert not torch.equal(run(folder, norm_before_residual=True)[2], run(folder)[2])
-
-
 @pytest.mark.parametrize(
     ("dialect", "ids", "taps", "doubt"),
     [
-        ("specforge", [0, 2, 3], (1, 3, 4), True),
         ("specforge", [1, 5, 8], (2, 6, 9), False),  # the default in every dialect that means outputs
         ("specforge", [2, 6, 9], (2, 6, 9), False),  # the default in every dialect that means inputs
         ("modelopt", [4, 8, 12], (4, 8, 12), False),  # there is no layer 12, so the ids mean inputs
-        ("nemo", [1, 5, 8], (2, 6, 9), False),
         ("nemo", [2, 5, 8], (3, 6, 9), True),
         ("angelslim", [2, 5, 8], (2, 5, 8), True),
         ("speculators", [1, 5, 8], (1, 5, 8), False),
@@ -321,29 +261,21 @@ def test_deepspec_heads_of_other_layers_are_refused_by_name(tmp_path):
     assert "layers with experts or with per-layer inputs" in refusal(read_draft, experts)
 
 
-@pytest.mark.parametrize("case", ["gemma4_deepspec", "gemma4_deepspec_values"])
-def test_deepspec_heads_with_gemma4_layers_equal_their_formulas(case):
-    draft = read_draft(GOLDEN / case)
-    assert draft.gemma4 and (draft.embedding_scale, draft.softcap) == (8.0, 4.0)
-    check_draft(draft, taps=3)
-
-
-@pytest.mark.parametrize("dialect", ["safeailab", "angelslim"])
-def test_a_midlayer_is_the_only_layer_whatever_the_depth_in_config_json(dialect, tmp_path):
+def test_a_midlayer_is_the_only_layer_whatever_the_depth_in_config_json(tmp_path):
     """The config.json of EAGLE3-Vicuna1.3-13B and of AngelSlim's CosyVoice head has the target's depth."""
-    one, deep = (run(write(tmp_path / str(depth), dialect, num_hidden_layers=depth)) for depth in (1, 40))
+    one, deep = (run(write(tmp_path / str(depth), "angelslim", num_hidden_layers=depth)) for depth in (1, 40))
     assert torch.equal(one[2], deep[2])
     draft = read_draft(tmp_path / "40")
     assert draft.layers == 1 and check_draft(draft, 3)["logits"] < 1e-4
     numbered = write(tmp_path / "numbered", "sglang", num_hidden_layers=40)
-    assert "there are tensors of 1 layers: is a shard missing" in refusal(read_draft, numbered, dialect)
+    assert "there are tensors of 1 layers: is a shard missing" in refusal(read_draft, numbered, "angelslim")
     (tmp_path / "40" / "model.safetensors").rename(tmp_path / "40" / "first.safetensors")
     shards = {"weight_map": {"fc.weight": "first.safetensors", "midlayer.mlp.up_proj.weight": "second.safetensors"}}
     (tmp_path / "40" / "model.safetensors.index.json").write_text(json.dumps(shards))
     assert "second.safetensors is missing" in refusal(read_draft, tmp_path / "40")
 
 
-@pytest.mark.parametrize("dialect", ["safeailab", "sglang", "specforge", "nemo", "modelopt", "angelslim"])
+@pytest.mark.parametrize("dialect", ["safeailab", "nemo"])
 def test_a_head_with_the_targets_model_type_and_llama_tensors_has_a_llama_layer(dialect, tmp_path):
     llama, *others = (run(write(tmp_path / name, dialect, model_type=name)) for name in ("llama", *OF_TARGETS))
     for name, other in zip(OF_TARGETS, others, strict=True):
@@ -369,13 +301,6 @@ def test_speculators_and_deepspec_heads_have_the_layer_of_their_model_type(tmp_p
     assert "of type 'phi3'" in refusal(read_draft, write(tmp_path / "deepspec", "deepspec", model_type="phi3"))
 
 
-def test_an_eagle_head_with_the_targets_model_type_has_its_layer(tmp_path):
-    draft = read_draft(
-        write(tmp_path / "eagle", "safeailab", random_eagle(), model_type="mixtral", draft_vocab_size=None)
-    )
-    assert draft.kind == EAGLE and check_draft(draft, 0)["logits"] < 1e-4
-
-
 def test_angelslims_layer_ids_are_read_as_outputs(tmp_path):
     own = "aux_hidden_states_layer_ids"
     alone = read_draft(write(tmp_path / "alone", "angelslim", **{IDS: None, own: [0, 4, 7]}))
@@ -384,37 +309,19 @@ def test_angelslims_layer_ids_are_read_as_outputs(tmp_path):
     assert both.aux_layers == (1, 5, 8)
 
 
-def refusal(call, *args) -> str:
-    with pytest.raises((ValueError, FileNotFoundError)) as refused:
-        call(*args)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("dialect", "tensors", "keys", "says"),
     [
         ("sglang", without(random_head(), "fc.weight"), {}, "no tensor fc.weight"),
-        ("sglang", without(random_head(), "norm.weight"), {}, "lacks norm.weight"),
         ("sglang", without(random_head(), "lm_head.weight"), {}, "no lm_head.weight, and draft_vocab_size 48"),
         ("sglang", without(random_head(), "layers.0.hidden_norm.weight"), {}, "lacks layers.0.hidden_norm.weight"),
         ("sglang", random_head(layers=2), {}, "num_hidden_layers is 1 in config.json, but there are tensors of 2"),
-        ("sglang", random_head(), {"num_hidden_layers": 2}, "num_hidden_layers is 2"),
-        ("sglang", random_head(), {"attention_bias": True}, "q_proj.bias"),
         ("sglang", random_head(), {"fc_norm": True}, "fc_norm is True"),
-        ("sglang", random_head() | FC_NORMS, {"fc_norm": False}, "fc_norm is False"),
         ("sglang", random_head(), {"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
         ("modelopt", random_head(), {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm"),
-        ("modelopt", random_head(), {"eagle_config": {"eh_proj_before_attn": True}}, "eh_proj_before_attn"),
         ("modelopt", random_head(), {"eagle_config": {"parallel_draft_step": 4}}, "Medusa"),
-        ("sglang", random_head(), {"norm_before_fc": True}, "lacks input_norm.weight"),
-        ("sglang", without(random_head(), "layers.0.post_attention_layernorm.weight"), {}, "lacks layers.0.post_att"),
         ("sglang", random_head() | norms("fc_norm.0"), {}, "have 64 features together, but fc takes 192"),
         ("sglang", random_head() | {"fc.weight": torch.tensor(1.0)}, {}, "fc.weight is []"),
-        ("sglang", random_head() | {"lm_head.weight": torch.ones(0, HIDDEN)}, {}, "lm_head.weight is [0, 64]"),
-        ("sglang", random_head(), {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06"),
-        ("sglang", random_head(), {"rope_theta": float("inf")}, "rope_theta is Infinity"),
-        ("sglang", random_head(), {"partial_rotary_factor": 0}, "partial_rotary_factor is 0"),
         ("sglang", random_head(), {"partial_rotary_factor": 1.5}, "at most 1"),
         (
             "safeailab",
@@ -431,15 +338,6 @@ def refusal(call, *args) -> str:
 def test_a_head_whose_files_contradict_each_other_is_refused(dialect, tensors, keys, says, tmp_path):
     folder = write(tmp_path / "head", dialect, tensors, **keys)
     assert says in refusal(read_draft, folder)
-
-
-def test_a_head_with_a_nan_weight_is_refused(tmp_path):
-    for index, value in enumerate((float("nan"), float("inf"))):
-        tensors = random_head()
-        tensors["layers.0.mlp.up_proj.weight"][3, 5] = value
-        draft = read_draft(write(tmp_path / str(index), "sglang", tensors))
-        line = refusal(check_finite, draft.source, draft.tensor_names.__contains__)
-        assert "up_proj.weight holds 1 values of 8,192 that are NaN or infinite" in line
 
 
 META = torch.ones(2, 2, device="meta")
@@ -521,26 +419,6 @@ def test_a_wider_target_needs_an_embedding_of_the_heads_own(tmp_path):
     assert check_draft(draft, 3)["logits"] < 1e-4
     sharing = read_draft(write(tmp_path / "none", "safeailab", without(tensors, "embed_tokens.weight")))
     assert "cannot share the target's" in refusal(check_pair, sharing, wide, taps)
-
-
-def test_an_unknown_tensor_in_a_head_is_refused(tmp_path):
-    draft = read_draft(write(tmp_path / "head", "nemo", random_head() | norms("layers.0.extra_norm")))
-    assert "layers.0.extra_norm.weight" in refusal(check_tensors, draft)
-
-
-def test_safetensors_shards_are_read_as_one_head(tmp_path):
-    tensors = random_head()
-    whole = run(write(tmp_path / "whole", "nemo", tensors))
-    folder = write(tmp_path / "head", "nemo", tensors)
-    (folder / "model.safetensors").unlink()
-    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    parts = [dict(list(named.items())[::2]), dict(list(named.items())[1::2])]
-    for number, part in enumerate(parts):
-        save_file(part, folder / f"part-{number}.safetensors")
-    index = {name: f"part-{number}.safetensors" for number, part in enumerate(parts) for name in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert torch.equal(run(folder)[2], whole[2])
-    assert read_draft(folder).draft_vocab_size == SPOKEN
 
 
 def test_sizes_missing_in_speculators_files_are_transformers_defaults(tmp_path):

@@ -5,13 +5,11 @@ import json
 import shutil
 
 import pytest
-import torch
-from commands import run_command
 from dflash_cases import Case
-from dflash_heads import GOLDEN, TARGET, changed, refusal
+from dflash_heads import GOLDEN, TARGET, changed
+from refusals import refusal
 from safetensors.torch import load_file, save_file
 
-from eagle3.export.cli import main as export_main
 from eagle3.export.draft.kinds import DOMINO
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.pairing import check_pair
@@ -36,8 +34,10 @@ def renamed(name: str, folder, prefix: str):
     return folder
 
 
-@pytest.mark.parametrize("prefix", ["", "logit_head.", "model.", "model.logit_head."])
-@pytest.mark.parametrize("named", ["DominoDraftModel", "DFlashDraftModel"])
+@pytest.mark.parametrize(
+    ("named", "prefix"),
+    [("DFlashDraftModel", ""), ("DominoDraftModel", "logit_head."), ("DFlashDraftModel", "model.logit_head.")],
+)
 def test_a_domino_is_read_by_its_projector_type_whatever_its_class_and_prefix(named, prefix, tmp_path):
     """SpecForge names the class after Domino, the authors and ModelOpt after DFlash. Early checkpoints had a
     ``logit_head``."""
@@ -68,7 +68,6 @@ def test_a_dominos_anchor_row_proposes_only_with_shifted_labels():
     ("own", "keys", "says"),
     [
         ({"projector_type": "dspark"}, {}, "projector_type is 'dspark', which is not supported in a Domino head"),
-        ({"projector_type": "dflash"}, {}, "projector_type is 'dflash', which is not supported in a Domino head"),
         (
             {"projector_type": "causal_v5"},
             {"architectures": ["DFlashDraftModel"]},
@@ -81,20 +80,10 @@ def test_a_dominos_anchor_row_proposes_only_with_shifted_labels():
         ),
         ({"projector_type": None}, {"architectures": ["DFlashDraftModel"]}, "shift_label is true in a DFlash head"),
         ({"shift_label": None}, {}, "has no shift_label"),
-        ({"shift_label": "yes"}, {}, 'shift_label is "yes", but must be true or false'),
-        ({"pure_draft_prefix_len": None}, {}, "has no pure_draft_prefix_len"),
-        ({"emb_dim": None}, {"emb_dim": None}, "has no emb_dim"),
         ({"pure_draft_prefix_len": 5}, {}, "pure_draft_prefix_len is 5, but a block proposes 5 tokens"),
-        ({"pure_draft_prefix_len": 4, "shift_label": False}, {}, "is 4, but a block proposes 4 tokens"),
-        ({"pure_draft_prefix_len": -1}, {}, "pure_draft_prefix_len is -1, but must be a whole number from 0 on"),
-        ({"gru_hidden_dim": 0}, {}, "gru_hidden_dim is 0, but must be a whole number from 1 on"),
         ({"gru_hidden_dim": 16}, {}, "weight_ih_l0.weight is [72, 64], but config.json implies [48, 64]"),
         ({"emb_dim": 9}, {}, "emb_dim is 8, but 9 in dflash_config"),
-        ({"emb_dim": 9}, {"emb_dim": 9}, "embed_proj.0.weight is [8, 88], but config.json implies [9, 88]"),
         ({"output_multiplier": 0.5}, {}, "output_multiplier is 0.5, a key that no code for Domino has"),
-        ({}, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, a key that no code for Domino has"),
-        ({}, {"input_embedding_scale": 8.0}, "input_embedding_scale is 8.0, a key that no code for Domino has"),
-        ({"selector_rank": 8}, {}, "dflash_config has selector_rank"),
     ],
 )
 def test_a_domino_configuration_that_contradicts_itself_or_the_tensors_is_refused(own, keys, says, tmp_path):
@@ -111,42 +100,7 @@ def test_a_domino_configuration_that_contradicts_itself_or_the_tensors_is_refuse
             "the Domino of speculators would attend to the tokens that it proposes",
         ),
         ("domino_speculators", {"sample_from_anchor": False}, "shift_label is True, but sample_from_anchor is not"),
-        (
-            "domino_speculators",
-            {"projector_type": "x"},
-            "projector_type is 'x', an unsupported head of the DFlash family",
-        ),
-        ("domino_speculators", {"projector_type": None, "shift_label": None}, "a DFlash with its config.json has no"),
-        ("domino_speculators", {"projector_type": "dflash"}, "shift_label is true in a DFlash head"),
-        (
-            "dflash_full",
-            {"projector_type": "domino", "sample_from_anchor": None},
-            "lacks domino_head.prefix_gru.weight_ih_l0",
-        ),
-        ("dspark", {"projector_type": "domino"}, "projector_type is 'domino', which is not supported in a DSpark head"),
     ],
 )
 def test_a_domino_of_speculators_that_contradicts_itself_is_refused(name, keys, says, tmp_path):
     assert says in refusal(read_whole, changed(GOLDEN / name, tmp_path / "head", keys))
-
-
-@pytest.mark.parametrize(
-    ("tensors", "says"),
-    [
-        ({"prefix_gru.weight_hh_l0": None}, "lacks domino_head.prefix_gru.weight_hh_l0"),
-        ({"embed_proj.2.weight": None}, "lacks domino_head.embed_proj.2.weight"),
-        ({"embed_proj.2.weight": torch.zeros(48, 8)}, "is [48, 8], but config.json implies [96, 8]"),
-        ({"prefix_gru.bias_ih_l0": torch.ones(72)}, "has prefix_gru.bias_ih_l0, which a Domino"),
-        ({"prefix_gru.weight_ih_l1": torch.ones(72, 24)}, "has prefix_gru.weight_ih_l1, which a Domino"),
-        ({"embed_proj.0.bias": torch.ones(8)}, "has embed_proj.0.bias, which a Domino"),
-        ({"logit_head.embed_proj.2.weight": torch.ones(96, 8)}, "has domino_head.embed_proj.2.weight twice"),
-        ({"markov_head.markov_w1.weight": torch.ones(96, 8)}, "has no place for"),
-    ],
-)
-def test_tensors_that_a_domino_does_not_have_are_refused(tensors, says, tmp_path):
-    assert says in refusal(read_whole, changed(GOLDEN / "domino", tmp_path / "head", tensors=tensors))
-
-
-def test_domino_is_listed_by_list_drafts():
-    listed = json.loads(run_command(export_main, "--list-drafts", "--json").stdout)
-    assert "Huang2020/Qwen3-8B-Domino-b16" in listed[DOMINO]["heads"]

@@ -75,15 +75,6 @@ def test_a_peagle_proposes_speculators_tokens_in_one_forward(case, max_seq_len):
     assert head.target_ids(logits[:, -4:])[0].tolist() == golden["proposals"].tolist()
 
 
-@pytest.mark.parametrize(
-    "folder", [EAGLES / case for case in cases(EAGLES)] + [PEAGLES / case for case in cases(PEAGLES)]
-)
-def test_eagle_and_peagle_heads_equal_their_formulas(folder):
-    draft = read_draft(folder)
-    taps = 0 if draft.takes_final_state else 3
-    assert check_draft(draft, taps)["logits"] < 1e-4
-
-
 def refusal(folder: Path) -> str:
     with pytest.raises(ValueError) as refused:
         read_draft(folder)
@@ -95,12 +86,6 @@ def refusal(folder: Path) -> str:
     ("folder", "architectures", "kind", "says"),
     [
         (EAGLES / "eagle", ["Eagle3DraftModel"], "eagle3", "says EAGLE-3"),
-        (
-            GOLDEN / "eagle3" / "llama_nbr_true",
-            ["EagleSpeculator"],
-            "eagle",
-            "says EAGLE (architectures: EagleSpeculator)",
-        ),
         (GOLDEN / "eagle3" / "llama_nbr_true", ["PEagleDraftModel"], "peagle", "says P-EAGLE"),
     ],
 )
@@ -116,17 +101,12 @@ def test_a_head_whose_tensors_contradict_its_class_is_refused(folder, architectu
     ("changes", "names", "what"),
     [
         ({"architectures": ["Qwen3XPressForCausalLM"]}, [], "xPress"),
-        ({"dflash_config": {}}, [], "DFlash family"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, [], "MLA"),
         ({}, ["layers.0.self_attn.kv_a_proj_with_mqa.weight"], "MLA"),
-        ({}, ["medusa_heads.0.linear.weight"], "Medusa"),
         ({}, ["parallel_draft_heads.0.medusa_layers.0.linear.weight"], "Medusa"),
         ({"architectures": ["Qwen3MTPModel"]}, [], "MTP"),
         ({}, ["eh_proj.weight"], "MTP"),
-        ({"speculators_model_type": "domino"}, [], "domino"),
         ({"architectures": ["EagleLlama4ForCausalLM"]}, [], "an EAGLE head with Llama 4's layers"),
-        ({"architectures": ["EagleMiniCPMForCausalLM"]}, [], "an EAGLE head with MiniCPM's layers"),
-        ({"architectures": ["EagleMistralLarge3ForCausalLM"]}, [], "Mistral Large 3's layers"),
         ({"architectures": ["EagleDeepSeekMTPModel"]}, [], "an EAGLE head with MLA attention"),
         ({"model_type": "eagle", "model": {"model_type": "llama"}}, [], "an EAGLE head in vLLM's own form"),
     ],
@@ -200,7 +180,7 @@ def nemos(folder: Path, tensors=None, **keys) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
 def test_nemos_eagle_head_feeds_back_and_scores_the_normed_state(model_type, tmp_path):
     folder = nemos(tmp_path / "head", model_type=model_type)
     draft = read_draft(folder)

@@ -9,7 +9,6 @@ from random_checkpoints import save_random_draft
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from eagle3.export.draft.kinds.eagle.head import DraftLayer
 from eagle3.export.draft.loading import check_computed
 from eagle3.export.draft.reading import read_draft
 from eagle3.export.planning.pairing import check_pair, check_vocabulary_map
@@ -46,21 +45,15 @@ def refusal(folder) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("key", ["norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"])
-def test_a_quoted_boolean_is_refused_instead_of_read_as_true(key, head):
-    assert f'{key} is "false"' in refusal(head(**{key: "false"}))
-
-
-@pytest.mark.parametrize("ids", [[1.0, 3.0, 4.0], ["1", "3", "4"], "1,3,4", [True, 3, 4]])
+@pytest.mark.parametrize("ids", [[1.0, 3.0, 4.0], "1,3,4", [True, 3, 4]])
 def test_layer_ids_that_are_not_whole_numbers_are_refused(ids, head):
     assert "list of layer ids" in refusal(head(eagle_aux_hidden_state_layer_ids=ids))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_rope_that_depends_on_the_text_length_is_refused(kind, head):
-    rope = {"rope_theta": 10000.0, "rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+def test_a_rope_that_depends_on_the_text_length_is_refused(head):
+    rope = {"rope_theta": 10000.0, "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    assert f"rope_type {kind}" in refusal(head(transformer_layer_config__rope_parameters=rope))
+    assert "rope_type longrope" in refusal(head(transformer_layer_config__rope_parameters=rope))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32])
@@ -81,7 +74,6 @@ def ids_of(folder):
         (lambda tensors, ids: tensors.update(d2t=tensors["d2t"].float()), "d2t is F32"),
         (lambda tensors, ids: tensors.update(d2t=ids), "offsets"),
         (lambda tensors, ids: tensors.update(t2d=tensors["t2d"].roll(1)), "t2d names 48 target ids, d2t maps to 48"),
-        (lambda tensors, ids: tensors.update(t2d=torch.ones(96, dtype=torch.bool)), "t2d names 96 target ids"),
     ],
 )
 def test_a_vocabulary_map_that_contradicts_itself_is_refused(change, says, head):
@@ -121,23 +113,12 @@ def test_a_vocabulary_map_of_32_bit_offsets_is_read(head):
     check_pair(read_draft(folder), TARGET, (1, 3, 4))
 
 
-def test_a_layer_named_midlayer_is_read_as_the_heads_layer(head):
-    folder = head()
-    tensors = load_file(folder / "model.safetensors")
-    renamed = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
-    save_file(renamed, folder / "model.safetensors")
-    draft = read_draft(folder)
-    check_pair(draft, TARGET, (1, 3, 4))
-    assert check_draft(draft, 3)["logits"] < 1e-4
-
-
 def windowed(**keys):
     written = {"layer_types": ["sliding_attention"], "sliding_window": 6, "max_position_embeddings": 256} | keys
     return {f"transformer_layer_config__{key}": value for key, value in written.items()}
 
 
-@pytest.mark.parametrize("before_residual", [True, False])
-@pytest.mark.parametrize("layer", ["llama", "qwen3"])
+@pytest.mark.parametrize(("layer", "before_residual"), [("llama", False), ("qwen3", True)])
 def test_a_head_with_a_sliding_window_equals_its_formulas_beyond_the_window(layer, before_residual, head):
     norms = {f"layers.0.self_attn.{name}_norm.weight": 1 + 0.3 * torch.randn(16) for name in "qk"}
     keys = windowed(model_type=layer, use_sliding_window=True) | {"norm_before_residual": before_residual}
@@ -151,17 +132,3 @@ def test_a_window_without_a_sliding_layer_type_is_ignored_and_a_sliding_type_wit
     assert read_draft(head(**windowed(layer_types=["full_attention"]))).window == 0
     assert "sliding_window" in refusal(head(**windowed(sliding_window=None)))
     assert "chunked_attention" in refusal(head(**windowed(layer_types=["chunked_attention"])))
-
-
-def test_the_oracle_finds_a_head_with_a_missing_norm(head, monkeypatch):
-    draft = read_draft(head())
-    check_draft(draft, 3)
-    right = DraftLayer.forward
-
-    def without_a_norm(self, embedding, feature, last, **attention):
-        self.norm_before_residual = not self.norm_before_residual
-        return right(self, embedding, feature, last, **attention)
-
-    monkeypatch.setattr(DraftLayer, "forward", without_a_norm)
-    with pytest.raises(AssertionError, match="off by .* of its spread"):
-        check_draft(draft, 3)

@@ -39,14 +39,3 @@ def arrows(export: Path, room: str) -> set[str]:
 def test_a_package_of_draft_heads_imports_only_lower_packages(room):
     upward = [other for other in arrows(ROOT / "export", room) if height(other) >= height(room)]
     assert upward == []
-
-
-def test_an_import_of_another_kind_would_be_found(tmp_path):
-    for room in ("draft", "draft/kinds", "draft/kinds/one", "draft/kinds/other"):
-        (tmp_path / room).mkdir()
-        (tmp_path / room / "__init__.py").touch()
-    (tmp_path / "draft/kinds/one/head.py").write_text(
-        "from eagle3.export.draft.kinds.other import X\n\n\ndef f():\n    from eagle3.export.draft.kinds import KINDS\n"
-    )
-    assert arrows(tmp_path, "draft/kinds/one") == {"draft/kinds", "draft/kinds/other"}
-    assert height("draft/kinds") < height("draft/kinds/one") == height("draft/kinds/other")

@@ -83,10 +83,6 @@ def test_an_export_reports_a_context_longer_than_the_heads_training_and_the_flag
     assert len(make_plan(ExportConfig("llama3.1-8B", **given, draft_window=65)).warnings) == 1
 
 
-def test_a_draft_window_reduces_the_memory_of_the_drafts_cache():
-    assert plan_of(draft_window=WINDOW, max_seq_len=1024).cache_bytes < plan_of(max_seq_len=1024).cache_bytes
-
-
 def test_draft_window_is_refused_for_heads_without_full_attention(folder, tmp_path):
     with pytest.raises(ValueError, match="trained with a sliding window of 16 tokens"):
         windowed(read_draft(folder / "sliding"), 8)

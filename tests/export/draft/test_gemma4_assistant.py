@@ -11,10 +11,12 @@ from assisted_generation import proposed
 from commands import fail_command, run_command
 from draft_oracle import check_draft
 from eager import eager_session
-from generations import same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
+from generations import prompt_of, same_tokens_behind_a_kept_prefix, same_tokens_by_every_path
 from random_checkpoints import SIZE, random_assistant, random_model, save_random_assistant, save_random_draft
+from refusals import refusal
 from safetensors.torch import load_file, save_file
 from scripted import ThreeMethods
+from traced_for_cuda import traced, wide_model
 from transformers import Gemma4TextConfig, Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
 
 from eagle3.export.cli import main as export_main
@@ -22,9 +24,7 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
 from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
 from eagle3.export.draft.reading import read_draft
-from eagle3.export.lowering.cuda.backend import BACKEND as cuda
-from eagle3.export.lowering.cuda.graph.check import check_linears
-from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata, trace
+from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata
 from eagle3.export.planning.pairing import check_pair
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
@@ -69,10 +69,6 @@ def session(request, folder):
     return session
 
 
-def prompt_of(length: int) -> list[int]:
-    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
 class Recorded(ThreeMethods):
     """A session that records the proposals of each round, by the position of its first token."""
 
@@ -100,27 +96,16 @@ def test_a_gemma4_assistant_equals_transformers_own_class(kind, folder):
     assert compared["logits"] < 1e-4 and compared["states"] < 1e-4 and compared["tokens"] > 2 * 16
 
 
-@pytest.fixture(scope="module")
-def pair_sharing_keys(tmp_path_factory):
-    """A target whose last layers share keys, and its head; and the folder of both."""
-    folder = tmp_path_factory.mktemp("sharing")
+def test_a_gemma4_assistant_attends_to_the_last_layers_that_store_keys(tmp_path):
     model = random_model("gemma4-E2B")
-    model.save_pretrained(folder / "target")
-    save_random_assistant(folder / "tied", model.config)
-    return model, random_assistant(model.config), folder
-
-
-@pytest.mark.parametrize("length", [3, 40])
-def test_a_gemma4_assistant_attends_to_the_last_layers_that_store_keys(length, pair_sharing_keys):
-    model, assistant, folder = pair_sharing_keys
+    model.save_pretrained(tmp_path / "target")
+    folder, assistant = save_random_assistant(tmp_path / "tied", model.config).parent, random_assistant(model.config)
     compared = check_draft(read_draft(folder / "tied"), 0)
     assert compared["logits"] < 1e-4 and compared["states"] < 1e-4
-    plan = plan_of(folder, "tied", target_model="gemma4-E2B")
-    session = eager_session(plan)
-    tokens, rounds = proposed(model, assistant, prompt_of(length), 24, 3)
-    ours = Recorded(session)
-    assert complete(ours, prompt_of(length), max_new_tokens=24, stop_ids=[]).token_ids == tokens
-    assert_same_rounds(ours, rounds, length)
+    tokens, rounds = proposed(model, assistant, prompt_of(40), 24, 3)
+    ours = Recorded(eager_session(plan_of(folder, "tied", target_model="gemma4-E2B")))
+    assert complete(ours, prompt_of(40), max_new_tokens=24, stop_ids=[]).token_ids == tokens
+    assert_same_rounds(ours, rounds, 40)
 
 
 def test_a_unified_assistant_proposes_the_tokens_of_transformers_assisted_generation(target, tmp_path):
@@ -142,7 +127,7 @@ def test_a_unified_assistant_proposes_the_tokens_of_transformers_assisted_genera
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("length", [3, 12, 40])  # within the window of 16, and past it
+@pytest.mark.parametrize("length", [40, 3])  # past the window of 16, and within it
 def test_a_gemma4_assistants_proposals_equal_transformers_assisted_generation(length, session, target, folder):
     assistant = random_assistant(target.config, KINDS[session.kind])
     assistant.load_state_dict(load_file(folder / session.kind / "model.safetensors"), strict=False)
@@ -161,6 +146,7 @@ def test_a_gemma4_assistant_has_no_cache_no_seeding_and_one_row(session):
     assert calls[DRAFT_DECODE] <= 6  # no call for the four chunks of the prompt
 
 
+@pytest.mark.first(1)
 def test_every_path_of_the_loop_gives_the_same_tokens_with_a_gemma4_assistant(session):
     prompt = prompt_of(30)
     plain = same_tokens_by_every_path(session, prompt)
@@ -170,31 +156,18 @@ def test_every_path_of_the_loop_gives_the_same_tokens_with_a_gemma4_assistant(se
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_cuda_an_assistants_linears_use_the_small_m_kernels_and_no_cache_is_written(kind, tmp_path):
-    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
-    model = random_model("gemma4-31B", **wide)
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    model = wide_model("gemma4-31B")
+    model.save_pretrained(tmp_path / "target")
     save_random_assistant(tmp_path / kind, model.config, KINDS[kind], hidden_size=64, intermediate_size=128)
     plan = plan_of(tmp_path, kind, draft_qlinear="default", speculate=True)
-    speculator = load_speculator(plan, cuda.attention, cuda.dtype, cuda.conversion(plan))
-    cuda.prepare(speculator, plan)
-    for name in (DRAFT_DECODE, SPECULATE):
-        with cuda.tracing(speculator, plan):
-            program = trace(speculator, plan.method(name), plan.draft.hidden_size, cuda.dtype)
+    for name, program, counted in traced(plan, *(DRAFT_DECODE, SPECULATE)[: 1 + KINDS[kind]]):
         written = [node for node in program.graph.nodes if "index_copy" in str(node.target)]
         assert len(written) == (0 if name == DRAFT_DECODE else 2 * 6)  # the target's own keys and values
-        counted = check_linears(name, program)
         assert not counted["large_m"] and not counted["dequantize"]
         assert name == SPECULATE or counted["small_m"] == 3 * 5 + 3  # both projections; the vocabulary or centroids
 
 
 # --- what is refused
-
-
-def refusal(call, *args) -> str:
-    with pytest.raises(ValueError) as refused:
-        call(*args)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 def changed(folder: Path, into: Path, keys=None, tensors=None) -> Path:
@@ -213,8 +186,6 @@ def changed(folder: Path, into: Path, keys=None, tensors=None) -> Path:
     ("changes", "says"),
     [
         ({"hidden_size": 96}, "states of 64 (backbone_hidden_size), but the target's hidden size is 96"),
-        ({"head_dim": 32}, "sliding_attention with head_dim 16, but the target's have 32"),
-        ({"num_key_value_heads": 4}, "sliding_attention with num_key_value_heads 2, but the target's have 4"),
         ({"sliding_window": 24}, "sliding_attention with sliding_window 16, but the target's have 24"),
         ({"global_head_dim": 16}, "full_attention with head_dim 32, but the target's have 16"),
         ({"layer_types": ["full_attention"] * 6}, "the target keeps no keys of that kind"),
@@ -245,7 +216,6 @@ def test_a_head_trained_on_other_positions_or_for_another_family_is_refused(fold
     [
         ("tied", {"pre_projection.weight": None}, "lacks pre_projection.weight"),
         ("tied", {"model.layers.0.self_attn.k_proj.weight": torch.zeros(2, 2)}, "has no place for"),
-        ("tied", {"post_projection.weight": torch.zeros(8, 48)}, "is [8, 48], but config.json implies [64, 48]"),
         ("ordered", {"masked_embedding.centroids.weight": None}, "lacks centroids.weight"),
         ("ordered", {"masked_embedding.token_ordering": torch.zeros(96).long()}, "1 different ids from 0 to 0"),
     ],
@@ -266,14 +236,6 @@ def test_an_assistant_given_as_another_kind_is_refused_by_name(folder, target, t
             line = refusal(read_draft, mixed)
         assert says in line
     assert "--draft-dialect is for EAGLE heads" in refusal(read_draft, folder / "tied", "sglang")
-
-
-def test_an_assistants_epsilon_that_is_no_number_is_refused(folder, tmp_path):
-    head = Path(shutil.copytree(folder / "tied", tmp_path / "head"))
-    config = json.loads((head / "config.json").read_text())
-    config["text_config"]["rms_norm_eps"] = float("inf")
-    (head / "config.json").write_text(json.dumps(config))
-    assert "rms_norm_eps is Infinity, but must be a number above 0" in refusal(read_draft, head)
 
 
 def test_an_assistant_config_that_transformers_rejects_is_refused_in_one_line(folder, tmp_path):

@@ -85,7 +85,7 @@ def assisted(target, assistant, prompt: list[int], count: int) -> tuple[list[int
     return out[0, len(prompt) :].tolist(), rounds
 
 
-@pytest.mark.parametrize("length", [3, 20, 60])
+@pytest.mark.parametrize("length", [3, 60])
 def test_transformers_proposes_and_accepts_the_same_tokens_as_muse_glimmers_assistant(length, pair, session):
     target, assistant, _ = pair
     prompt = torch.randint(3, TOKENS - 1, (length,), generator=torch.Generator().manual_seed(length)).tolist()

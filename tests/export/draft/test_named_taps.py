@@ -19,9 +19,7 @@ def taps(folder):
     ("dialect", "keys", "says"),
     [
         ("specforge", {"eagle_config": {IDS: [1, 3, 5]}, IDS: [2, 4, 6]}, f"{IDS} is [2, 4, 6], eagle_config.{IDS} is"),
-        ("modelopt", {"eagle_config": {IDS: [1, 3, 5]}, IDS: [2, 4, 6]}, f"eagle_config.{IDS} is [1, 3, 5]"),
         ("speculators", {IDS: [2, 4, 6], "aux_hidden_state_layer_ids": [1, 3, 5]}, "aux_hidden_state_layer_ids is"),
-        ("sglang", {"eagle_config": {IDS: [1, 3, 5]}, "target_layer_ids": [2, 4, 7]}, "target_layer_ids is [2, 4, 7]"),
         ("angelslim", {IDS: [2, 4, 6], "aux_hidden_states_layer_ids": [2, 4, 6][::-1]}, "is [6, 4, 2]"),
         ("deepspec", {"target_layer_ids": [0, 2, 3], IDS: [1, 3, 5]}, f"{IDS} is [1, 3, 5]"),
     ],
@@ -36,7 +34,6 @@ def test_two_different_sets_of_taps_are_refused_with_both(dialect, keys, says, t
 @pytest.mark.parametrize(
     ("dialect", "keys", "chosen"),
     [
-        ("specforge", {"eagle_config": {IDS: [1, 3, 5]}, IDS: [1, 3, 5]}, (2, 4, 6)),
         ("angelslim", {IDS: [2, 4, 6], "aux_hidden_states_layer_ids": [1, 3, 5]}, (2, 4, 6)),
         ("sglang", {"eagle_config": {IDS: [1, 3, 5]}, "aux_hidden_state_layer_ids": [2, 4, 6]}, (2, 4, 6)),
     ],
@@ -48,7 +45,6 @@ def test_one_set_of_taps_may_be_named_twice(dialect, keys, chosen, tmp_path):
 @pytest.mark.parametrize(
     ("key", "meaning", "chosen"),
     [
-        ("target_layer_ids", "outputs", (2, 4, 7)),
         ("aux_hidden_states_layer_ids", "outputs", (2, 4, 7)),
         ("aux_hidden_state_layer_ids", "inputs", (1, 3, 6)),
     ],

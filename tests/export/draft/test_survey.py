@@ -38,11 +38,6 @@ def saved(head: dict, folder):
     return folder
 
 
-def test_each_head_is_listed_once():
-    assert len({head["name"] for head in HEADS}) == len(HEADS) == 121
-    assert sum("refused" in head for head in HEADS) == 12
-
-
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: head["name"])
 def test_a_head_is_read_as_its_trainer_computes_it(head, tmp_path):
     folder = saved(head, tmp_path)
@@ -62,11 +57,5 @@ def test_a_head_is_read_as_its_trainer_computes_it(head, tmp_path):
         "untold": any(BASE_DOUBT in line for line in draft.warnings),
     }
     assert (rope.get("partial_rotary_factor") or 1.0) == 1.0
-
-
-@pytest.mark.first(2)
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_small_copy_of_a_head_equals_the_formulas_of_its_kind(name, tmp_path):
-    (head,) = (head for head in HEADS if head["name"] == name)
-    draft = read_draft(saved(head, tmp_path))
-    check_draft(draft, 0 if draft.takes_final_state else len(draft.aux_layers or (0, 0, 0)))
+    if head["name"] in ONE_OF_EACH:  # a small copy of it equals the formulas of its kind
+        check_draft(draft, 0 if draft.takes_final_state else len(draft.aux_layers or (0, 0, 0)))

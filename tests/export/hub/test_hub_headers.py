@@ -96,13 +96,13 @@ def by_headers(hub: StandInHub, name: str, folder: Path):
         return open_source(here.checkpoint).headers()
 
 
-@pytest.mark.parametrize("name", packed("compressed_tensors") + packed("awq"))
+@pytest.mark.parametrize("name", [*packed("compressed_tensors")[:1], *packed("awq")[:1]])
 def test_fetched_headers_of_packed_checkpoints_equal_those_of_the_files(name, hub):
     files = open_source(GOLDEN / name).headers()
     assert by_headers(hub, "org/packed", GOLDEN / name) == files
 
 
-@pytest.mark.parametrize("name", packed("gptq"))
+@pytest.mark.parametrize("name", packed("gptq")[:1])
 def test_a_dry_run_refuses_a_checkpoint_whose_plan_needs_values(name, hub):
     with pytest.raises(ValueError, match="needs the values of .*: type --download") as refused:
         by_headers(hub, "org/packed", GOLDEN / name)
@@ -131,14 +131,6 @@ def test_reading_values_that_were_not_fetched_is_refused(hub_pair):
             source.tensor("fc.weight")
         assert read_draft(here.draft).chain_len == read_draft(TINY.draft).chain_len
     assert not here.draft.exists()
-
-
-def test_headers_of_partly_cached_checkpoints_are_not_fetched_again(hub_pair):
-    (fetched(flags()).checkpoint / "tokenizer.json").unlink()
-    hub_pair.requests.clear()
-    with find_sources(flags(dry_run=True)).local() as here:
-        make_plan(here)
-    assert hub_pair.asked(".safetensors") == [] and hub_pair.asked("config.json") == []
 
 
 @pytest.mark.parametrize("own", [True, False])

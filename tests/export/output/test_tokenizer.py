@@ -73,6 +73,7 @@ def is_as_in_transformers(text: Text, source) -> bool:
     return True
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("case", CHANGES_IDS)
 def test_fields_beside_the_tokenizer_change_ids_as_in_transformers(case, tmp_path):
     source = checkpoint(tmp_path / "source", *CHANGES_IDS[case])
@@ -96,6 +97,7 @@ NOT_IN_THE_FILE = [
 ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("fields", "change"), NOT_IN_THE_FILE)
 def test_text_is_neither_cut_nor_padded_and_special_tokens_are_split_if_asked(fields, change, tmp_path):
     source = checkpoint(tmp_path / "source", fields, {}, change)

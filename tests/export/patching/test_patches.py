@@ -91,8 +91,7 @@ def test_the_readme_has_a_row_for_every_replaced_part_and_for_nothing_else():
     assert PATCHES.keys() - {name for part in parts for name in names(part)} == set()
 
 
-@pytest.mark.parametrize("package", FOR_CUDA)
-@pytest.mark.parametrize("version", ["2.12.1", "4.0.0"])
+@pytest.mark.parametrize(("package", "version"), [*((name, "4.0.0") for name in FOR_CUDA), ("torch", "2.12.1")])
 def test_untested_versions_of_patched_packages_are_refused(monkeypatch, package, version):
     real = importlib.metadata.version
     check_named_versions()

@@ -27,19 +27,16 @@ def flags(tmp_path: Path, checkpoint: object, draft: object = TINY.draft) -> tup
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "content", "asked"),
     [
-        ("tokenizer.json", b"{}"),
-        ("tokenizer.json", b"\xf2\x8a\x00\xff random bytes"),
-        ("tokenizer.json", b""),
-        ("tokenizer.json", NO_TOKENS.encode()),
-        ("tokenizer_config.json", b"{"),
-        ("tokenizer_config.json", b"\xff"),
-        ("special_tokens_map.json", b"[]"),
-        ("chat_template.jinja", b"{{ '\xff' }}"),
+        ("tokenizer.json", b"{}", "--dry-run"),
+        ("tokenizer.json", b"\xf2\x8a\x00\xff random bytes", "--no-check"),
+        ("tokenizer.json", NO_TOKENS.encode(), "--dry-run"),
+        ("tokenizer_config.json", b"{", "--no-check"),
+        ("special_tokens_map.json", b"[]", "--dry-run"),
+        ("chat_template.jinja", b"{{ '\xff' }}", "--no-check"),
     ],
 )
-@pytest.mark.parametrize("asked", ["--dry-run", "--no-check"])
 def test_an_unreadable_tokenizer_file_is_named_before_any_weight_is_read(asked, name, content, target, tmp_path):
     (target / name).write_bytes(content)
     code, line = fail_command(export_main, *flags(tmp_path, target), asked)

@@ -15,7 +15,7 @@ from eagle3.export.speculator import tensor_files
 from eagle3.export.speculator.merged_linears import Slice, concatenated, form, merge_linears
 
 
-@pytest.mark.parametrize("name", ["gemma4-31B", "qwen3-4B", "gpt-oss-20b", "llama4-scout"])
+@pytest.mark.parametrize("name", ["gemma4-31B", "gpt-oss-20b", "llama4-scout"])
 def test_every_family_gives_the_same_numbers_with_merged_linears(eager_target, name, tmp_path):
     target, merged = eager_target(name), eager_target(name)
     merge_linears(merged, tmp_path)
@@ -42,8 +42,7 @@ class Attention(nn.Module):
         return torch.cat((self.q_proj(x), self.k_proj(other), self.v_proj(other)), dim=-1)
 
 
-@pytest.mark.parametrize("crossed", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("bias", "crossed"), [(False, False), (True, True)])
 def test_linears_with_another_input_are_merged_separately(bias, crossed, tmp_path):
     model, merged = Attention(bias, crossed), Attention(bias, crossed)
     merge_linears(merged, tmp_path)
@@ -81,7 +80,7 @@ def k_quant(kind: str, rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("large", [tensor_files.LARGE, 0])
 @pytest.mark.parametrize(
     ("kind", "outputs"),
-    [("plain", ()), ("quantized", ()), ("Q4_K", (128, 64)), ("Q5_K", (50, 7)), ("Q6_K", (128, 65, 2))],
+    [("plain", ()), ("quantized", ()), ("Q5_K", (50, 7)), ("Q6_K", (128, 65, 2))],
 )
 def test_joined_weights_have_the_values_of_their_parts(kind, outputs, large, tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "LARGE", large)

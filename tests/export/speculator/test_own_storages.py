@@ -95,6 +95,7 @@ def test_a_view_of_a_traced_program_is_refused_in_a_line_with_its_name(tmp_path:
             check_storages(torch.export.export(model, (torch.ones(1, 8),)))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("backend", "dtype"), [("xnnpack", torch.float32), ("cuda", torch.bfloat16)])
 def test_both_backends_trace_a_split_checkpoint_only_with_own_storages(backend, dtype, tmp_path: Path):
     """LaraMini's conversion splits a tensor into four views, which loading leaves as they are in the backend's

@@ -61,34 +61,11 @@ def leaves_out(target, name: str) -> None:
             getattr(module, name).fill_(1)
 
 
-def scales(target, name: str, factor: float) -> None:
-    model = target.causal_lm.model
-    setattr(model, name, getattr(model, name) * factor)
-
-
-def without_norm(target, owner: str, name: str) -> None:
-    for path, module in target.named_modules():
-        if path.endswith(owner) and hasattr(module, name):
-            setattr(module, name, nn.Identity())
-
-
 FAULTS = {
     "the first layer's keys": ("gemma4-E2B", shares_the_first),
     "another layer's inputs": ("gemma4-E4B", shifts_inputs),
     "half of a wide MLP": ("gemma4-E2B", halves_mlps),
-    "no scale of the projection": ("gemma4-E4B", lambda target: scales(target, "per_layer_model_projection_scale", 8)),
-    "no scale of the table": (
-        "gemma4-E2B",
-        lambda target: target.causal_lm.model.embed_tokens_per_layer.embed_scale.fill_(1),
-    ),
-    "no norm of the projection": (
-        "gemma4-E4B",
-        lambda target: without_norm(target, "model", "per_layer_projection_norm"),
-    ),
-    "no norm of values": ("gemma4-E2B", lambda target: without_norm(target, "self_attn", "v_norm")),
-    "no scalar of layers": ("gemma4-E2B", lambda target: leaves_out(target, "layer_scalar")),
     "no scale of routers": ("gemma4-26B-A4B", lambda target: leaves_out(target, "scale")),
-    "no scale of experts": ("gemma4-26B-A4B", lambda target: leaves_out(target, "per_expert_scale")),
     "no norm before experts": (
         "gemma4-26B-A4B",
         lambda target: [setattr(layer, "pre_feedforward_layernorm_2", nn.Identity()) for layer in target.layers],

@@ -29,9 +29,6 @@ MSCALES = {"rope_theta": 10000.0, "factor": 4.0, "short_mscale": 1.1, "long_msca
 MODELS = {
     "llama": lambda: AutoConfig.for_model("llama", **WIDE, rope_parameters=LLAMA3 | {"high_freq_factor": 4.0}),
     "llama with yarn": lambda: AutoConfig.for_model("llama", **WIDE, rope_parameters=YARN),
-    "llama with linear": lambda: AutoConfig.for_model(
-        "llama", **WIDE, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    ),
     "mistral": lambda: AutoConfig.for_model("mistral", **WIDE, sliding_window=4096),
     "qwen3": lambda: AutoConfig.for_model("qwen3", **WIDE),
     "qwen3_moe": lambda: AutoConfig.for_model(
@@ -47,7 +44,6 @@ MODELS = {
         residual_multiplier=0.22,
         attention_multiplier=0.0078125,
     ),
-    "cohere": lambda: AutoConfig.for_model("cohere", **WIDE, logit_scale=0.0625),
     "gpt_oss": lambda: AutoConfig.for_model(
         "gpt_oss", **WIDE, num_local_experts=32, num_experts_per_tok=4, sliding_window=128
     ),
@@ -56,7 +52,6 @@ MODELS = {
     ),
     "phi": lambda: AutoConfig.for_model("phi", **WIDE | {"num_key_value_heads": 16}, partial_rotary_factor=0.5),
     "smollm3": lambda: AutoConfig.for_model("smollm3", **WIDE, no_rope_layers=[1, 1, 1, 0] * 3),
-    "apertus": lambda: AutoConfig.for_model("apertus", **WIDE),
 }
 
 
@@ -69,17 +64,6 @@ def one_kind(name: str, value: Any) -> Any:
     return lambda given: given | {"full_attention": given["full_attention"] | {name: value}}
 
 
-def add_one(module, args, output):
-    """Return a norm's output as if its weight were larger by one."""
-    return output + args[0].float() * torch.rsqrt(args[0].float().pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
-def norms_one_more(target) -> None:
-    for module in target.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
-            module.register_forward_hook(add_one)
-
-
 def one_head_more(target) -> None:
     """Give the first head of each group the next group's keys, like a wrong repetition of keys."""
     for layer in target.layers:
@@ -89,29 +73,13 @@ def one_head_more(target) -> None:
         )
 
 
-def no_bias(target) -> None:
-    for module in target.modules():
-        if getattr(module, "bias", None) is not None and isinstance(module, torch.nn.Linear):
-            module.bias.zero_()
-
-
 def no_sinks(target) -> None:
     for layer in target.layers:
         layer.self_attn.sinks.fill_(-100.0)
 
 
-def no_query_norm(target) -> None:
-    for layer in target.layers:
-        layer.self_attn.q_norm = torch.nn.Identity()
-
-
 def untied(target) -> None:
     target.causal_lm.lm_head.weight = torch.nn.Parameter(target.causal_lm.lm_head.weight.flip(0), requires_grad=False)
-
-
-def exact_gelu(target) -> None:
-    for layer in target.layers:
-        layer.mlp.act_fn = torch.nn.GELU()
 
 
 def wider_window(target) -> None:
@@ -185,50 +153,23 @@ class Broken:
 
 FAULTS = {
     "rope theta": ("llama", rope(rope_theta=10000.0)),
-    "scaling kind": ("llama", rope(rope_type="linear")),
-    "scaling factor": ("llama", rope(factor=4.0)),
-    "low frequency factor": ("llama", rope(low_freq_factor=2.0)),
     "original length of llama 3's scaling": ("llama", rope(**{ORIGINAL: 33})),
-    "linear factor": ("llama with linear", rope(factor=8.0)),
-    "yarn factor": ("llama with yarn", rope(factor=16.0)),
     "yarn beta_fast": ("llama with yarn", rope(beta_fast=16.0)),
-    "yarn beta_slow": ("llama with yarn", rope(beta_slow=2.0)),
     "yarn original length": ("llama with yarn", rope(**{ORIGINAL: 160})),
     "rope of one kind of layer": ("gemma3_text", {"rope_parameters": one_kind("rope_theta", 10000.0)}),
     "partial rotary factor": ("phi", rope(partial_rotary_factor=0.25)),
     "layers without rope": ("smollm3", {"no_rope_layers": lambda given: [1] * len(given)}),
-    "window": ("mistral", {"sliding_window": lambda given: given - 1}),
-    "no window": ("mistral", {"sliding_window": None}),
     "window by one": ("mistral", wider_window),
-    "window of some layers": ("gemma3_text", {"sliding_window": lambda given: given - 1}),
     "layer kinds": ("gemma3_text", {"layer_types": lambda given: given[1:] + given[:1]}),
-    "kind of the last layer": ("gpt_oss", {"layer_types": lambda given: given[:-1] + given[:1]}),
     "chunk": ("llama4_text", {"attention_chunk_size": lambda given: given - 1}),
-    "temperature's scale": ("llama4_text", {"attn_scale": 0.2}),
     "temperature's length": ("llama4_text", {"floor_scale": lambda given: given + 1}),
-    "temperature": ("llama4_text", {"attn_temperature_tuning": False}),
-    "query and key norm of Llama 4": ("llama4_text", {"use_qk_norm": lambda given: not given}),
     "softcap of logits": ("gemma2", {"final_logit_softcapping": None}),
-    "value of logits' softcap": ("gemma2", {"final_logit_softcapping": 29.0}),
-    "softcap of attention": ("gemma2", {"attn_logit_softcapping": None}),
     "scale of attention": ("gemma2", {"query_pre_attn_scalar": 64}),
     "multiplier of attention": ("granite", {"attention_multiplier": 0.125}),
-    "multiplier of residuals": ("granite", {"residual_multiplier": 1.0}),
-    "multiplier of embeddings": ("granite", {"embedding_multiplier": 1.0}),
-    "scale of logits": ("granite", {"logits_scaling": 1.0}),
-    "logit scale": ("cohere", {"logit_scale": 1.0}),
-    "norm epsilon": ("llama", {"rms_norm_eps": 1e-5}),
-    "norm plus one": ("llama", norms_one_more),
-    "query norm": ("qwen3", no_query_norm),
     "heads that share keys": ("llama", one_head_more),
     "tie": ("gemma2", untied),
-    "bias": ("phi", no_bias),
     "sinks": ("gpt_oss", no_sinks),
-    "activation": ("qwen3", {"hidden_act": "gelu"}),
-    "approximation of an activation": ("gemma2", exact_gelu),
     "norm of chosen experts": ("qwen3_moe", {"norm_topk_prob": False}),
-    "chosen experts": ("qwen3_moe", {"num_experts_per_tok": 1}),
-    "rejected rows": ("llama", never_replaced),
     "rejected rows in a ring": ("mistral", never_replaced),
     "tap": ("qwen3", one_layer_early),
     "something that the largest position of a forward decides": ("llama", late_scale),
@@ -258,7 +199,7 @@ def test_a_faulty_target_fails_the_twin_check(fault):
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
 def test_a_rope_factor_that_depends_on_the_largest_position_is_refused(kind):
     rope = MSCALES | {"rope_type": kind, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = AutoConfig.for_model("phimoe", **PHIMOE, rope_parameters=rope)
@@ -266,12 +207,11 @@ def test_a_rope_factor_that_depends_on_the_largest_position_is_refused(kind):
         check_target(spec_for("auto", "phimoe"), "auto", Path("folder"), config)
 
 
-@pytest.mark.parametrize("family", ["llama", "arcee"])
-def test_an_activation_that_transformers_keeps_in_bfloat16_is_refused(family):
+def test_an_activation_that_transformers_keeps_in_bfloat16_is_refused():
     """The activation is xIELU outside Apertus, the only class that gives it the model's dtype."""
-    config = AutoConfig.for_model(family, **SIZE, hidden_act="xielu", rope_parameters={"rope_type": "default"})
+    config = AutoConfig.for_model("arcee", **SIZE, hidden_act="xielu", rope_parameters={"rope_type": "default"})
     with pytest.raises(ValueError, match="hidden_act = 'xielu': this value is not supported"):
-        check_target(spec_for("auto", family), "auto", Path("folder"), config)
+        check_target(spec_for("auto", "arcee"), "auto", Path("folder"), config)
 
 
 def test_different_lengths_of_a_configuration_stay_different_and_ordered_in_the_twin():
