@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from browser import ENTER, ESCAPE
+from browser import ENTER, ESCAPE, SHIFT, TAB
 from served import ASKED, served
 
 SIZES = {"desktop": (1280, 800, False), "phone": (390, 844, True)}
@@ -54,6 +54,41 @@ def saying(text: str) -> dict:
     return {"structured_outputs": {"choice": [text]}}
 
 
+def test_a_dialogue_shows_answers_and_authors(chromium, server, model):
+    model.forget()
+    said = model.generate(ASKED, max_new_tokens=30)
+    chromium.open(server.url.removesuffix("v1"))
+    chromium.until(READY)
+    chromium.run("document.getElementById('longest').value = 30")
+    chromium.write(ASKED[0]["content"])  # the text field has the focus
+    chromium.press(ENTER)
+    chromium.until(ENDED, 1)
+    assert chromium.text(".answer .words") == said.text
+    drafted = chromium.run("return [...document.querySelectorAll('.words .drafted')].map(each => each.textContent)")
+    pieces = list(model.stream(ASKED, max_new_tokens=30))
+    assert len(drafted) == sum(min(piece.accepted, len(piece.token_ids)) for piece in pieces) > 9
+    length = f"{said.stats.mean_acceptance_length:.2f}"
+    assert chromium.text("#acceptance") == length and f"acceptance length {length}" in chromium.text("#status")
+    assert chromium.run("return document.querySelectorAll('.rounds i').length") == said.stats.num_drafts + 1
+    accepted = chromium.run("return document.querySelectorAll('.rounds b.accepted').length")
+    assert accepted == said.stats.num_accepted_tokens
+    history = [*ASKED, {"role": "assistant", "content": said.text}, {"role": "user", "content": "And\nclose it."}]
+    model.forget()
+    expected = model.generate(history, max_new_tokens=30).text
+    chromium.write("And")
+    chromium._post("actions", actions=[{"type": "key", "id": "keyboard", "actions": [
+        {"type": "keyDown", "value": SHIFT}, {"type": "keyDown", "value": ENTER}, {"type": "keyUp", "value": ENTER},
+        {"type": "keyUp", "value": SHIFT}]}])  # fmt: skip
+    chromium.write("close it.")
+    chromium.press(ENTER)
+    chromium.until(ENDED, 2)
+    assert chromium.run("return document.querySelectorAll('.answer .words')[1].textContent") == expected
+    chromium.click("#fresh")
+    assert chromium.run("return document.getElementById('turns').childElementCount") == 0
+    assert chromium.text("#acceptance") == "–"
+    assert chromium.log() == []
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_page_follows_each_answer_to_its_end(sent, model, artifact, held, size):
     with served([model], artifact, **saying(LONG)) as server:
@@ -69,18 +104,9 @@ def test_the_page_follows_each_answer_to_its_end(sent, model, artifact, held, si
         assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
 
 
-def test_the_page_scrolls_to_a_question_sent_from_further_up(sent, model, artifact):
+def test_the_page_does_not_scroll_a_reader_who_scrolled_up(sent, model, artifact, held):
     with served([model], artifact, **saying(LONG)) as server:
-        page = sent(server, "one", "two")
-        page.run("scrollTo(0, 0)")
-        sent(server, "three")
-        assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_page_does_not_scroll_a_reader_who_scrolled_up(sent, model, artifact, held, size):
-    with served([model], artifact, **saying(LONG)) as server:
-        page = sent(server, "one", size=size)
+        page = sent(server, "one")
         sent(server, "two", ended=False)
         page.until("return document.querySelectorAll('.answer')[1]?.querySelectorAll('.token').length > 20")
         held.clear()
@@ -89,9 +115,9 @@ def test_the_page_does_not_scroll_a_reader_who_scrolled_up(sent, model, artifact
         held.set()
         page.until(ENDED, 2)
         assert page.run(TOP) == place and page.run(LEFT) > 40
-        page.run("scrollBy(0, 9999)")
+        page.run("scrollTo(0, 0)")  # the page follows again after a question sent from further up
         sent(server, "three")
-        assert page.run(LEFT) <= 2
+        assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
 
 
 def test_a_full_context_offers_a_new_dialogue(sent, model, artifact):
@@ -109,16 +135,26 @@ def test_a_full_context_offers_a_new_dialogue(sent, model, artifact):
         assert page.run(TOLD).endswith("it ends at the limit of 30 tokens") and page.run(PROBLEM) is False
 
 
-def test_a_question_too_long_for_any_dialogue_offers_no_new_one(sent, server):
-    page = sent(server, "word " * 1500, ended=False)
+def test_a_question_too_long_for_any_dialogue_is_refused_and_restored(sent, server):
+    question = "word " * 1500
+    page = sent(server, question, ended=False)
     page.until(PROBLEM)
-    assert page.run("return document.getElementById('anew').hidden")
+    assert "context length is 1024" in page.text("#problem") and page.run(
+        "return document.getElementById('anew').hidden"
+    )
+    assert page.run("return document.getElementById('words').value") == question.strip()
+    assert page.run("return document.getElementById('turns').childElementCount") == 0
 
 
-def test_the_page_reports_a_wrong_key_as_wrong(sent, chromium, model, artifact):
+def test_the_page_asks_for_the_servers_key_and_reports_a_wrong_one(sent, chromium, model, artifact):
     with served([model], artifact, key="secret") as server:
         chromium.open(server.url.removesuffix("v1"))
         wrong = "return document.getElementById('ask-key').open && !document.getElementById('key-wrong').hidden"
+        chromium.until("return document.getElementById('ask-key').open")
+        chromium.press(ESCAPE)
+        chromium.until("return document.getElementById('problem').textContent.includes('asks for a key')")
+        chromium.write("hello")
+        chromium.press(ENTER)
         chromium.until("return document.getElementById('ask-key').open")
         assert not chromium.run(wrong)
         for key in ("public", "gehëim"):
@@ -129,6 +165,7 @@ def test_the_page_reports_a_wrong_key_as_wrong(sent, chromium, model, artifact):
         chromium.press(ENTER)
         chromium.until(READY)
         assert chromium.run(PROBLEM) is False
+        assert chromium.run("return document.getElementById('words').value") == "hello"
 
 
 def test_the_page_reports_that_a_killed_server_has_gone(sent, artifact):
@@ -173,7 +210,7 @@ def test_the_page_shows_that_a_request_waits_for_another(sent, server, held):
     assert "tokens in" in page.run(TOLD)
 
 
-def test_the_page_distinguishes_escape_from_a_length_limit(sent, model, artifact, held):
+def test_escape_ends_an_answer_frees_the_model_and_is_no_length_limit(sent, model, artifact, held):
     with served([model], artifact, ignore_eos=True) as server:
         page = sent(server, "one", ended=False)
         page.until("return document.querySelectorAll('.words .token').length > 5")
@@ -182,6 +219,8 @@ def test_the_page_distinguishes_escape_from_a_length_limit(sent, model, artifact
         page.until(ENDED, 1)
         held.set()
         assert page.run(TOLD).endswith("you stopped it")
+        page.until("return document.activeElement.id == 'words'")
+        assert server.post("/completions", {"prompt": "x", "max_tokens": 4}).status_code == 200
 
 
 def test_an_answer_can_be_copied_and_asked_for_again(sent, server, model):
@@ -350,17 +389,6 @@ def test_a_reload_keeps_the_dialogue(sent, model, artifact, held):
         assert page.run("return document.querySelectorAll('.answer').length") == 0
 
 
-def test_forced_colours_keep_the_authors_of_tokens_visible(sent, server):
-    page = sent(server, ASKED[0]["content"])
-    page.devtools("Emulation.setEmulatedMedia", features=[{"name": "forced-colors", "value": "active"}])
-    style = "getComputedStyle(document.querySelector(arguments[0]))"
-    looks = f"return [{style}.backgroundColor, {style}.borderBottomColor]"
-    drafted, own = page.run(looks, ".words .drafted"), page.run(looks, ".words .token:not(.drafted)")
-    assert drafted[0] != own[0] and drafted[0] == drafted[1] != own[1]
-    bars = [page.run(looks, f".rounds {each}")[0] for each in ("b.accepted", "b.target", "b:not([class])", "i")]
-    assert len(set(bars)) == 4
-
-
 def test_the_options_leave_room_to_read_on_a_phone(sent, server):
     page = sent(server, ASKED[0]["content"], size="phone")
     height = "return document.getElementById('composer').offsetHeight"
@@ -380,3 +408,20 @@ def test_the_options_leave_room_to_read_on_a_phone(sent, server):
     sent(server, "again")
     assert not page.run("return document.getElementById('options').matches(':popover-open')")
     assert page.run("return document.documentElement.scrollWidth") <= 390
+
+
+def test_the_page_has_light_and_dark_modes_and_keyboard_use(chromium, server):
+    chromium.open(server.url.removesuffix("v1"))
+    back = "return getComputedStyle(document.body).backgroundColor"
+    first = chromium.run(back)
+    chromium.click("#theme")
+    assert chromium.run(back) != first
+    chromium.click("#theme")
+    assert chromium.run(back) == first
+    reached = []
+    chromium.click("h1")
+    for _ in range(6):
+        chromium.press(TAB)
+        reached.append(chromium.run("return document.activeElement.id || document.activeElement.tagName"))
+    assert [each for each in reached if each != "BODY"][:5] == ["fresh", "theme", "words", "send", "choose"]
+    assert chromium.run("return document.documentElement.scrollWidth <= innerWidth")
