@@ -199,13 +199,6 @@ def test_the_lookup_is_chosen_for_repeated_text_and_the_head_for_new_text():
     assert kinds[LOOKUP] < 0.02 * kinds[HEAD]
 
 
-def test_a_head_that_is_right_more_often_than_the_lookup_is_chosen():
-    """The head costs as much and proposes as many tokens, so only the rates differ."""
-    choice = LookupChoice(3, 3)
-    kinds, _ = played(choice, text_of("misleads"), 3, 0.95, lambda *_: 1.0)
-    assert kinds[LOOKUP] < 0.15 * kinds[HEAD]
-
-
 def test_only_a_part_of_a_costly_window_is_proposed():
     text = text_of("repeats")
     choice, asked = LookupChoice(3, 15), []
@@ -314,28 +307,6 @@ class InTurns(LookupChoice):
         return self._offered[: min(3, room)] if by_lookup else []
 
 
-def test_a_round_is_counted_for_its_own_proposer():
-    """The lookup proposes two tokens and the head three, in turn."""
-    session = ScriptedSession(scripted_metadata(max_seq_len=200), repeating, repeating)
-    stats = complete(session, REPEATED, max_new_tokens=100, lookup=Counts([2, 0])).stats
-    assert stats.num_lookup_draft_tokens == 2 * stats.num_lookup_drafts == stats.num_lookup_accepted_tokens
-    by_head = stats.num_drafts - stats.num_lookup_drafts
-    assert 3 * by_head == stats.num_draft_tokens - stats.num_lookup_draft_tokens > 0
-
-
-class Counts(LookupChoice):
-    """A lookup that proposes given numbers of tokens in turn."""
-
-    def __init__(self, counts):
-        super().__init__(3, 15)
-        self._script, self._asked = counts, 0
-
-    def offer(self, chain_len, room, drafted):
-        super().offer(chain_len, room, drafted)
-        self._asked += 1
-        return self._offered[: min(self._script[self._asked % len(self._script)], room)]
-
-
 @pytest.mark.parametrize("whole", [False, True], ids=["three methods", "fused rounds"])
 def test_the_next_turn_reuses_a_reply_that_the_lookup_proposed(whole):
     metadata = scripted_metadata(max_seq_len=200, max_prefill=60, min_prefill=4)
@@ -427,13 +398,6 @@ class Zeros(LookupChoice):
         return [0] * min(self._longest, room)
 
 
-def test_a_lookup_that_is_always_wrong_changes_no_token():
-    session = ScriptedSession(scripted_metadata(), greedy, greedy)
-    result = complete(session, PROMPT, max_new_tokens=40, lookup=Wrong(3, 3))
-    assert result.token_ids == greedy_sequence(greedy, PROMPT, 40)
-    assert result.stats.num_lookup_drafts == 39 and not result.stats.num_lookup_accepted_tokens
-
-
 class Wrong(LookupChoice):
     def offer(self, chain_len, room, drafted):
         return [(greedy(tuple(self.text.tokens)) + 1) % VOCABULARY] * min(self._longest, room)
@@ -467,35 +431,3 @@ def test_tokens_forced_by_a_grammar_precede_the_lookups_proposals():
         assert not result.stats.num_lookup_drafts
         if chain == 2:
             assert result.stats.num_accepted_tokens > result.stats.num_drafts
-
-
-class ForcingFrom(Greedy):
-    """A grammar that forces the tokens of the repeating text from a position on."""
-
-    greedy = False
-
-    def __init__(self, length, start):
-        self._length, self._start = length, start
-
-    def forced(self, proposed, count):
-        ahead = self._length + sum(tokens.shape[1] for tokens in proposed)
-        return [repeating(range(ahead + step)) for step in range(count)] if self._length >= self._start else []
-
-    def accept(self, tokens):
-        self._length += len(tokens)
-
-
-def test_rounds_forced_by_a_grammar_after_lookup_rounds_are_not_counted_as_the_lookups():
-    session, lookup, taken = (
-        ScriptedSession(scripted_metadata(max_seq_len=200), repeating, wrong),
-        LookupChoice(3, 3),
-        [],
-    )
-    offer = lookup.offer
-    lookup.offer = lambda *given: taken.append(found := offer(*given)) or found
-    options = {"choice": ForcingFrom(len(REPEATED), 60), "lookup": lookup}
-    result = complete(session, REPEATED, max_new_tokens=100, **options)
-    assert result.token_ids == [repeating(range(at)) for at in range(25, 125)]
-    rounds = sum(map(bool, taken))
-    assert 0 < rounds <= result.stats.num_lookup_drafts + 1 and result.stats.num_lookup_drafts <= rounds
-    assert result.stats.num_drafts > rounds + 10
