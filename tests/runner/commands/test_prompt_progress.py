@@ -12,7 +12,7 @@ from eagle3.runner.model import Model
 
 class Slow(ThreeMethods):
     def prefill(self, tokens, input_pos):
-        time.sleep(0.3)  # thirty times the interval, for a busy machine
+        time.sleep(0.1)  # ten times the interval, for a busy machine
         return self._session.prefill(tokens, input_pos)
 
 
