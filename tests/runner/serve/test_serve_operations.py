@@ -350,23 +350,6 @@ def test_the_engine_ends_with_the_server(session, artifact):
     assert asyncio.run(_submitted(server.engine)) == "the server is shutting down"
 
 
-def test_waiting_requests_get_an_error_when_the_engine_ends(session, artifact, held):
-    model = Model(session.metadata, lambda: session, artifact)
-
-    async def both() -> list[str]:
-        engine = Engine([model], 4, lambda job: None, {})
-        prompt = model.encode("def main(")
-        jobs = await engine.submit(prompt, [{"max_new_tokens": 900, "ignore_eos": True}] * 2)
-        held.clear()
-        closing = asyncio.create_task(asyncio.to_thread(engine.close))
-        await asyncio.sleep(0.1)
-        held.set()
-        await closing
-        return [await asyncio.wait_for(_end_of(job), 5) for job in jobs]
-
-    assert asyncio.run(both()) == ["the server is shutting down"] * 2
-
-
 def test_an_error_of_the_engine_ends_all_waiting_requests(session, artifact, monkeypatch):
     """The error is reported as that of any thread is, and the server is no longer healthy, so that whatever watches it
     starts another one."""
