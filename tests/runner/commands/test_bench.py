@@ -42,7 +42,7 @@ def prompts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(artifact, prompts):
-    args = "--max-new-tokens", 24, "--chain-len", "1,3,auto", "--repeats", 2
+    args = "--max-new-tokens", 12, "--chain-len", "1,3,auto", "--repeats", 2
     return json.loads(run_command(main, artifact, "--prompts", prompts, *args, "--json").stdout)
 
 
@@ -54,7 +54,7 @@ def bare(session, **changes) -> Model:
 def test_every_configuration_is_measured_and_gives_the_same_tokens(report):
     assert [figures["chain_len"] for figures in report["ways"]] == [0, 1, 3, "auto"]
     alone, *others = report["ways"]
-    assert alone["categories"]["code"]["stats"]["generation_tokens"] == 2 * 24
+    assert alone["categories"]["code"]["stats"]["generation_tokens"] == 2 * 12
     assert alone["stats"]["methods"]["decode"]["calls"] >= alone["stats"]["generation_tokens"] - 2 * GENERATIONS
     assert alone["stats"]["num_drafts"] == 0
     for figures in others:
@@ -120,7 +120,7 @@ def test_without_decode_the_baseline_runs_by_verify_windows(session, prompts):
 
 
 def test_all_configurations_sample_with_the_same_seed(artifact, prompts):
-    args = "--prompts", prompts, "--max-new-tokens", 24, "--temperature", 1, "--repeats", 2
+    args = "--prompts", prompts, "--max-new-tokens", 12, "--temperature", 1, "--repeats", 1
     report = json.loads(run_command(main, artifact, *args, "--json").stdout)
     assert report["ways"][1]["divergence_from_no_speculation"] is None
     assert as_text(report).splitlines()[-1] == "identical to sampling without speculation"

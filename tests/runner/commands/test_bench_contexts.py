@@ -13,7 +13,7 @@ from eagle3.runner.model import Model
 
 BOS = 2
 LINES = [[BOS, 10, 11, 12, 13, 14], [BOS, 20, 21, 22], [BOS, 30, 31, 32, 33]]
-ASKED = "--max-new-tokens", 16, "--chain-len", "1,3", "--repeats", 2
+ASKED = "--max-new-tokens", 8, "--chain-len", 3, "--repeats", 1
 
 
 def write(file, prompts, **keys):
@@ -43,16 +43,16 @@ def test_a_prompt_begins_with_its_text_and_ends_with_half_of_it(prompts, model):
 
 @pytest.fixture(scope="module")
 def report(artifact, prompts):
-    return json.loads(run_command(main, artifact, "--prompts", prompts, "--context", "200,64", *ASKED, "--json").stdout)
+    return json.loads(run_command(main, artifact, "--prompts", prompts, "--context", "80,24", *ASKED, "--json").stdout)
 
 
 def test_each_context_has_its_figures(report):
-    assert report["contexts"] == [64, 200] and "| context |" in as_markdown(report)
+    assert report["contexts"] == [24, 80] and "| context |" in as_markdown(report)
     for figures in report["ways"]:
-        assert list(figures["categories"]) == ["64", "200"]
+        assert list(figures["categories"]) == ["24", "80"]
         for length, found in figures["categories"].items():
-            assert found["stats"]["prompt_tokens"] == 2 * len(LINES) * int(length)
-            assert found["stats"]["generation_tokens"] == 2 * len(LINES) * 16
+            assert found["stats"]["prompt_tokens"] == len(LINES) * int(length)
+            assert found["stats"]["generation_tokens"] == len(LINES) * 8
             assert found["time_to_first_token_ms"]["median"] > 0
         assert figures.get("divergence_from_no_speculation") is None
 
@@ -60,7 +60,7 @@ def test_each_context_has_its_figures(report):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--context", "2k"], "a context of 2048 and 16 new tokens pass the artifact's 1024 slots"),
+        (["--context", "2k"], "a context of 2048 and 8 new tokens pass the artifact's 1024 slots"),
         (["--context", "6"], "line 1 has 5 tokens, too many for a context of 6"),
         (["--context", "4k,many"], "'many' is no number of tokens"),
         (["--context", "64", "--chat"], "leave --chat and dialogues out"),

@@ -143,11 +143,16 @@ def test_contradictory_flags_of_eagle3_run_are_usage_errors(artifact, flags, mes
     assert code == 2 and message in line
 
 
-def test_a_dialogue_on_a_terminal_keeps_its_turns(artifact):
-    terminal = Terminal(artifact, "--chat", "--max-new-tokens", 100, "--ignore-eos", "--stats")
+def test_a_dialogue_on_a_terminal_keeps_its_turns_and_letters_that_the_locale_lacks(artifact, model):
+    """The tokens are those of the same text in UTF-8; invalid UTF-8 is reported, and the dialogue continues."""
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    terminal = Terminal(artifact, "--chat", "--max-new-tokens", 100, "--ignore-eos", "--stats", **environment)
     terminal.until(PROMPT)
-    terminal.type("class Reader:\n")
-    assert "100 tokens" in terminal.until("the loop itself")
+    text = "# Überschrift, é – \U0001f40d"
+    terminal.type(text + "\n")
+    count = len(model.encode([{"role": "user", "content": text}]))
+    told = terminal.until("the loop itself")
+    assert "100 tokens" in told and f"({count} prompt tokens" in told
     terminal.until(PROMPT)
     terminal.type("def close(self):\n")
     assert "reused" in terminal.until(PROMPT)
@@ -155,6 +160,8 @@ def test_a_dialogue_on_a_terminal_keeps_its_turns(artifact):
     terminal.until(PROMPT)
     terminal.type("/nothing\n")
     assert "is not a command" in terminal.until(PROMPT)
+    os.write(terminal.screen, b"abc \xff d\n")
+    assert "is not Unicode text" in terminal.until(PROMPT)
     terminal.type("x" * 900 + " 1 2 3" * 200 + "\n")
     assert "Error: the prompt has" in terminal.until(PROMPT)
     terminal.type("\x04")
@@ -174,24 +181,5 @@ def test_an_interruption_ends_an_answer_and_never_the_dialogue(artifact):
         terminal.until(PROMPT)
         terminal.type("/reset\n")
         terminal.until(PROMPT)
-    terminal.type("\x04")
-    assert terminal.process.wait(20) == 0
-
-
-@pytest.mark.whole
-def test_a_dialogue_accepts_letters_that_the_locale_lacks(artifact, model):
-    """The tokens are those of the same text in UTF-8; invalid UTF-8 is reported, and the dialogue continues."""
-    text = "# Überschrift, é – \U0001f40d"
-    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
-    terminal = Terminal(artifact, "--chat", "--max-new-tokens", 4, "--ignore-eos", "--stats", **environment)
-    terminal.until(PROMPT)
-    terminal.type(text + "\n")
-    count = len(model.encode([{"role": "user", "content": text}]))
-    assert f"({count} prompt tokens" in terminal.until("tokens/s)") + "tokens/s)"
-    terminal.until(PROMPT)
-    os.write(terminal.screen, b"/reset\n")
-    terminal.until(PROMPT)
-    os.write(terminal.screen, b"abc \xff d\n")
-    assert "is not Unicode text" in terminal.until(PROMPT)
     terminal.type("\x04")
     assert terminal.process.wait(20) == 0

@@ -155,7 +155,7 @@ def test_requests_without_the_right_key_are_refused(model, artifact):
         assert httpx.get(server.url.removesuffix("/v1") + "/health").status_code == 200
 
 
-GATED = ["/v1/models", "/tiny/v1/models", "/v2/models", "//v1/models", "/V1/models", "/health/../v1/models"]
+GATED = ["/v1/models", "/v1/health", "/tiny/v1/models", "//v1/models", "/V1/models", "/health/../v1/models"]
 OPEN = [("/tiny/health", "/tiny"), ("/tiny/", "/tiny/"), ("/tiny/page.js", "/tiny"), ("/", "")]
 
 
