@@ -15,8 +15,6 @@ from beforehand import COMMANDS, Beforehand
 from hub_commands import HEAD, TARGET
 from huggingface_hub import constants as hub_constants
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
-from published import eagle3, gemma4_config
-from published_checkpoints import save_gemma4_31b, save_head
 from random_checkpoints import random_model
 from stand_in_hub import StandInHub, serving
 from transformers import Gemma4ForCausalLM
@@ -87,6 +85,9 @@ def no_hub(tmp_path_factory):
 @pytest.fixture(scope="session")
 def gemma4_31b(tmp_path_factory):
     """Folder and size in bytes of Gemma 4 31B with published shapes, and of a head for it."""
+    from published import eagle3, gemma4_config
+    from published_checkpoints import save_gemma4_31b, save_head  # they load a compiler, which most tests do without
+
     folder = tmp_path_factory.mktemp("31B")
     head = eagle3(gemma4_config(60), [2, 30, 57])
     return (folder / "target", save_gemma4_31b(folder / "target")), (folder / "head", save_head(folder / "head", head))

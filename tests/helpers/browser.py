@@ -1,6 +1,5 @@
 """Drives a headless Chromium over WebDriver's HTTP protocol. Only the browser and its driver are needed."""
 
-import base64
 import re
 import shutil
 import subprocess
@@ -74,9 +73,6 @@ class Browser:
         self.devtools(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone
         )
-
-    def picture(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(httpx.get(f"{self._session}/screenshot", timeout=60).json()["value"]))
 
 
 @contextmanager

@@ -125,12 +125,6 @@ FAMILIES = {
         ("[INST]", "[/INST]", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "</s>"),
         "</s>",
     ),
-    "Devstral": Family(
-        template(INST, TEXT + MISTRAL + "</s>", ""),
-        ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "</s>"),
-        "</s>",
-        thinks=False,
-    ),
     "Gemma 4": Family(
         GEMMA_VALUE
         + template(
@@ -146,27 +140,6 @@ FAMILIES = {
         ),
         ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
         "<turn|>",
-    ),
-    "Granite 4": Family(
-        template(
-            "<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>",
-            "<|start_of_role|>assistant<|end_of_role|>" + TEXT + HERMES + "<|end_of_text|>",
-            "<|start_of_role|>assistant<|end_of_role|>",
-        ),
-        ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
-        "<|end_of_text|>",
-        ("<tool_call>", "</tool_call>"),
-        thinks=False,
-    ),
-    "Nemotron 3": Family(
-        template(
-            CHATML,
-            OPENING + THINK.replace("\\n\\n", "\\n") + TEXT + QWEN + "<|im_end|>",
-            OPENING + "{{ '<think>\\n' }}",
-        ),
-        ("<|im_start|>", "<|im_end|>"),
-        "<|im_end|>",
-        ("<think>", "</think>"),
     ),
     "LFM2": Family(
         template(

@@ -4,6 +4,8 @@ import asyncio
 import shutil
 import socket
 import threading
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -21,13 +23,14 @@ from eagle3.runner.serve.service import Service
 from eagle3.targets import TARGETS
 
 JSON = {"Content-Type": "application/json"}
+LONG = {"prompt": "def main(", "max_tokens": 900, "ignore_eos": True}
 ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
 
 
 class Served:
     def __init__(self, service: Service, server: uvicorn.Server, url: str, lines: list[str]):
         self.service, self.engine, self.url, self.lines = service, service.engine, url, lines
-        self._server = server
+        self.port, self._server, self._before = httpx.URL(url).port, server, dict[str, float]()
 
     def stop(self) -> None:
         """Stop the server as SIGTERM would."""
@@ -36,9 +39,37 @@ class Served:
     def post(self, path: str, given: dict, **more) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=given, timeout=60, **more)
 
+    def renew(self) -> None:
+        """Forget what the model has cached, the lines of the log and the counts so far."""
+        until(lambda: not self.engine.running and not self.engine.waiting)
+        self.service.model.forget()
+        self.lines.clear()
+        self._before = self._metrics()
+
+    def _metrics(self) -> dict[str, float]:
+        lines = httpx.get(self.url.removesuffix("/v1") + "/metrics").text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
     def metric(self, name: str) -> float:
-        text = httpx.get(self.url.removesuffix("/v1") + "/metrics").text
-        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+        """Return the sum of the metrics whose names begin so, counted from the last ``renew``."""
+        now = self._metrics()
+        return sum(value - self._before.get(each, 0.0) for each, value in now.items() if each.startswith(name))
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition was not met in time"
+        time.sleep(0.005)
+
+
+def begun(server: Served, given: dict) -> tuple[httpx.Client, Iterator[str]]:
+    """Return a client and a streamed completion whose first chunk has arrived."""
+    client = httpx.Client(timeout=60)
+    request = client.build_request("POST", f"{server.url}/completions", json=given | {"stream": True})
+    lines = client.send(request, stream=True).iter_lines()  # the connection closes once nothing refers to these
+    next(lines)
+    return client, lines
 
 
 def dialogue_in(template: str, session, folder) -> Dialogue:

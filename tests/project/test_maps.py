@@ -7,7 +7,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 import triton
 from places import ROOT
 from ptx_of_kernels import KERNELS
@@ -39,48 +38,18 @@ def unnamed(folder: Path) -> list[str]:
     return [name for name in sorted(files) if not any(fnmatch(name, each) for each in named)]
 
 
-@pytest.mark.parametrize("folder", ROOMS, ids=lambda folder: str(folder.relative_to(ROOT)))
-def test_the_map_of_a_readme_names_every_file_of_its_folder(folder):
-    assert unnamed(folder) == []
+def test_the_map_of_a_readme_names_every_file_of_its_folder():
+    assert {folder: names for folder in ROOMS if (names := unnamed(folder))} == {}
 
 
-def test_a_file_that_a_map_leaves_out_is_found(tmp_path):
-    (tmp_path / "README.md").write_text("`prose.py` is no map\n\n| `there.py`, `make_*.py` | two |\n")
-    (tmp_path / "room").mkdir()
-    for name in ("__init__.py", "there.py", "make_it.py", "prose.py", "room/inside.py"):
-        (tmp_path / name).touch()
-    assert unnamed(tmp_path) == ["prose.py", "room/inside.py"]
-
-
-@pytest.mark.parametrize("readme", ALL_READMES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_file_that_a_readme_names_exists(readme):
+def test_every_file_that_a_readme_names_exists():
     """A path may be relative to the root, to the README's folder, or to a folder that the row names first."""
     listed = [path.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*") if path.is_file()]
-    known = {str(path) for path in listed} | {path.name for path in listed}
     tails = {"/".join(path.parts[start:]) for path in listed for start in range(len(path.parts))}
-    named = {
-        word
-        for code in re.findall(r"`([^`\n]+)`", readme.read_text())
-        for word in code.split()
-        if re.fullmatch(r"[\w/]+\.py", word)
-    }
-    assert sorted(named - known - tails - OF_OTHERS) == []
-
-
-LONGEST_CELL = 250
-"""The most characters of a cell."""
-
-
-def test_no_cell_of_a_readmes_tables_is_a_paragraph():
-    long = [
-        f"{path.relative_to(ROOT)}: {cell.strip()[:60]}"
-        for path in ALL_READMES
-        for line in path.read_text().splitlines()
-        if line.startswith("|")
-        for cell in line.split("|")
-        if len(cell.strip()) > LONGEST_CELL
-    ]
-    assert long == []
+    for readme in ALL_READMES:
+        named = {word for code in re.findall(r"`([^`\n]+)`", readme.read_text()) for word in code.split()}
+        paths = {word for word in named if re.fullmatch(r"[\w/]+\.py", word)}
+        assert sorted(paths - tails - OF_OTHERS) == [], readme
 
 
 def modules() -> dict[str, ModuleType]:

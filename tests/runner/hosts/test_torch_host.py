@@ -27,7 +27,7 @@ from eagle3.runner.commands.bench import main as bench_main
 from eagle3.runner.commands.run import main as run_main
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY, row_bounds
 from eagle3.runner.hosts import one_host, opening, torch_host, torch_host_checks
-from eagle3.runner.hosts.cuda_graph import NEEDED, WARM_UP, SingleThreaded, _tensors, capture
+from eagle3.runner.hosts.cuda_graph import NEEDED, SingleThreaded, _tensors, capture
 from eagle3.runner.hosts.opening import choose_runtime, open_session
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.hosts.torch_host import TorchSession
@@ -75,9 +75,8 @@ def prompt_of(length: int) -> list[int]:
 # --- on the CPU, end to end
 
 
-# One token; two that are fewer than min-prefill; min-prefill; a chunk; one token more; chunks and verify windows.
-@pytest.mark.first(2)
-@pytest.mark.parametrize("length", [1, 2, 8, 9, 64, 65, 131])
+# Fewer than min-prefill; a chunk and one token more; chunks and verify windows.
+@pytest.mark.parametrize("length", [2, 65, 131])
 def test_pytorch_hosted_tokens_equal_transformers_greedy_tokens(length, hosted, reference):
     prompt = prompt_of(length)
     given = torch.tensor([prompt])
@@ -96,7 +95,7 @@ def test_a_seed_gives_the_same_text_under_pytorch_and_executorch(hosted, session
             each, prompt, max_new_tokens=40, chain=chain, choice=Sampler(sampling, each.metadata, prompt)
         ).token_ids
         for each in (hosted, session, eager)
-        for chain in (0, 1, 3)
+        for chain in (0, 3)
     ]
     assert len(set(texts[0])) > 5 and all(text == texts[0] for text in texts)
 
@@ -149,9 +148,8 @@ def test_a_closed_session_frees_its_memory_and_reports_that_it_is_closed(host_ar
 
 def test_the_commands_run_a_pytorch_hosted_artifact(host_artifact, hosted, tmp_path):
     expected = complete(hosted, [int(token) for token in PROMPT.split(",")], max_new_tokens=12).token_ids
-    for runtime in ("auto", "torch"):
-        args = ("--prompt-tokens", PROMPT, "--max-new-tokens", 12, "--runtime", runtime, "--json")
-        assert json.loads(run_command(run_main, host_artifact, *args).stdout)["token_ids"] == expected
+    args = ("--prompt-tokens", PROMPT, "--max-new-tokens", 12, "--json")
+    assert json.loads(run_command(run_main, host_artifact, *args).stdout)["token_ids"] == expected
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_tokens": expected}))
     report = json.loads(
@@ -177,14 +175,6 @@ def test_the_capturable_entry_point_equals_the_container(hosted):
         free()
 
 
-def test_an_error_of_the_library_is_reported(hosted):
-    method = hosted._methods[SPECULATE]
-    with pytest.raises(RuntimeError, match="UpdateUserManagedConstantBufferPairs failed"):
-        SingleThreaded(method._library, torch.device("cpu"), {})
-    with pytest.raises(ValueError, match="its library has no AOTInductorModelContainerCreateWithDevice"):
-        SingleThreaded(SimpleNamespace(), torch.device("cpu"), {})
-
-
 def test_a_container_whose_constants_are_refused_is_freed_with_its_constants(hosted):
     method = hosted._methods[SPECULATE]
     library, made = method._library, []
@@ -201,9 +191,11 @@ def test_a_container_whose_constants_are_refused_is_freed_with_its_constants(hos
         SingleThreaded(Counted(), torch.device("cpu"), {name: tensor})  # all other constants are missing
     assert made.count("CreateWithDevice") == made.count("Delete") == 2  # a lookup, then a call
     assert tensor._use_count() == held
+    with pytest.raises(ValueError, match="its library has no AOTInductorModelContainerCreateWithDevice"):
+        SingleThreaded(SimpleNamespace(), torch.device("cpu"), {})
 
 
-@pytest.mark.parametrize("taken", [0, 1, 2])
+@pytest.mark.parametrize("taken", [0, 1])
 def test_a_failing_run_frees_the_inputs_that_the_library_did_not_take(taken):
     took = []
 
@@ -310,7 +302,7 @@ def test_a_capture_restores_stream_and_pool_however_it_ends(refuses, cuda):
 
 @pytest.fixture
 def graphed(host_artifact):
-    """A function that opens a session with methods of its own."""
+    """A session with methods of its own."""
     with closing(open_session(open_artifact(host_artifact))) as session:
         yield session
 
@@ -326,21 +318,17 @@ def test_rounds_are_replayed_after_warming_up_and_graphs_are_freed_before_the_me
         assert result.token_ids == complete(hosted, prompt_of(length), **options).token_ids
     for graph in graphs:
         assert graph.calls[:2] == ["capture", "replay"] and set(graph.calls[1:]) == {"replay"}
+    if whole:  # the host reads each round's ids, and passes in only the first inputs
+        given, real = [], graphed._graphs[SPECULATE, 4]
+        graphed._graphs[SPECULATE, 4] = lambda inputs: given.append(inputs) or real(inputs)
+        complete(graphed, prompt_of(20), **options)
+        graphed._graphs[SPECULATE, 4], static = real, real._inputs
+        assert all(inputs[0] is static[0] and inputs[1] is static[1] for inputs in given[1:]) and len(given) > 6
     rounds = result.stats.num_drafts
     assert sum(graph.calls.count("replay") for graph in graphs) > (rounds if whole else 3 * rounds)
     graphed._free = lambda: graphs[0].calls.append("memory")
     graphed.close()
     assert graphs[0].calls[-2:] == ["reset", "memory"] and graphs[-1].calls.count("reset") == 1
-
-
-def test_the_inputs_of_fused_rounds_stay_on_the_device(graphed):
-    """The host reads each round's ids, and passes in only the first inputs."""
-    graphed.replay_graphs(lambda *given: OrderOfCalls().capture(*given))
-    given, real = [], graphed._graphs[SPECULATE, 4]
-    graphed._graphs[SPECULATE, 4] = lambda inputs: given.append(inputs) or real(inputs)
-    complete(graphed, prompt_of(20), max_new_tokens=40, stop_ids=[])
-    graphed._graphs[SPECULATE, 4], static = real, real._inputs
-    assert all(inputs[0] is static[0] and inputs[1] is static[1] for inputs in given[WARM_UP + 1 :]) and len(given) > 6
 
 
 WINDOWS = [[5, 6, 7, 8], [900, 1000, 1100, 1200], [5, 6, 7, 8]]
@@ -452,11 +440,6 @@ def test_a_symbol_that_the_host_lacks_is_named_before_anything_loads(copied, mon
     assert "need aoti_torch_empty_striped, which PyTorch" in line and "prefill, target_verify, draft_decode" in line
 
 
-def test_a_library_that_does_not_load_is_reported(copied, monkeypatch):
-    monkeypatch.setattr(torch_host, "_container", lambda path, device: (_ for _ in ()).throw(RuntimeError("no\nroom")))
-    assert "the library of prefill does not load (no room)" in run_fails(copied)
-
-
 def test_a_program_with_operators_outside_its_delegates_is_refused(host_artifact):
     pte = read_pte(host_artifact / MODEL_FILE)
     plan = pte.plan("prefill")
@@ -500,12 +483,11 @@ def test_weights_are_views_of_the_mapped_file(cuda_methods, cuda_artifact):
 def test_a_cuda_artifact_without_a_gpu_says_what_it_needs(cuda_artifact, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_tokens": [5, 6]}))
-    for runtime in ("auto", "torch"):
-        for command, *args in ((run_main, "--prompt-tokens", PROMPT), (bench_main, "--prompts", prompts)):
-            code, line = fail_command(command, cuda_artifact, *args, "--runtime", runtime)
-            assert code == 1 and "NVIDIA GPUs (sm_90)" in line
-            if torch.version.cuda is None:
-                assert "not a CUDA build" in line and "install PyTorch's CUDA build" in line
+    for command, *args in ((run_main, "--prompt-tokens", PROMPT), (bench_main, "--prompts", prompts)):
+        code, line = fail_command(command, cuda_artifact, *args)
+        assert code == 1 and "NVIDIA GPUs (sm_90)" in line
+        if torch.version.cuda is None:
+            assert "not a CUDA build" in line and "install PyTorch's CUDA build" in line
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch has CUDA's symbols")

@@ -1,28 +1,25 @@
 """The adaptive chain length is about as fast as the best fixed length, on simulated machines and texts."""
 
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from loop_cases import PROMPT, greedy, right_at
-from scripted import ScriptedSession, greedy_sequence, scripted_metadata
+from scripted import ScriptedSession, scripted_metadata
 from simulated_rounds import Machine, Text, play, speed, to_the_best
 from told_chain import Told
 
 from eagle3.runner.loop.adaptive_chain import AcceptanceRates, AdaptiveChain
-from eagle3.runner.loop.cached_tokens import CachedTokens
 from eagle3.runner.loop.chain import FixedChain
-from eagle3.runner.loop.generation import complete, generate
+from eagle3.runner.loop.generation import generate
 
 
 def adaptive(longest=7):
     return lambda: AdaptiveChain(longest)
 
 
-@pytest.mark.first(4)
-@pytest.mark.parametrize("rate", [0.2, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("draft", [0.05, 0.15, 0.3])
+@pytest.mark.first(2)
+@pytest.mark.parametrize(("rate", "draft"), [(0.2, 0.15), (0.7, 0.05), (0.5, 0.3), (0.9, 0.15)])
 def test_the_adaptive_length_is_within_three_percent_of_the_best_fixed_length(rate, draft):
     assert to_the_best(Machine(draft=draft), Text((rate,)), adaptive()) > 0.97
 
@@ -30,14 +27,11 @@ def test_the_adaptive_length_is_within_three_percent_of_the_best_fixed_length(ra
 MACHINES = {
     "a little noise": (0.96, Machine(noise=0.1)),
     "much noise": (0.94, Machine(noise=0.2)),
-    "disturbed now and then": (0.97, Machine(bursts=(0.02, 16, 3))),
     "short stalls all the time": (0.97, Machine(bursts=(0.05, 3, 10))),
     "a slow round in five": (0.975, Machine(bursts=(0.2, 1, 10))),
-    "half as fast later": (0.97, Machine(later=(1200, lambda length, seconds: 2 * seconds))),
     "a slower draft later": (0.97, Machine(later=(1200, lambda length, seconds: seconds + 0.2 * length))),
     "a faster draft later": (0.97, Machine(draft=0.4, later=(1200, lambda length, seconds: seconds - 0.35 * length))),
     "a slower target later": (0.97, Machine(draft=0.3, later=(1200, lambda length, seconds: seconds + 2))),
-    "slower windows later": (1.0, Machine(later=(1200, lambda length, seconds: 3 * seconds if length else seconds))),
     "slower windows of five rows later": (
         0.98,
         Machine(
@@ -47,47 +41,40 @@ MACHINES = {
     ),
     "a target that is slow by rows": (0.97, Machine(row=1.0)),
     "a longest round that is one call": (0.97, Machine(costs=[1, 1.12, 1.24, 1.36, 1.48, 1.6, 1.72, 1.38])),
-    "windows that cost a jump": (0.97, Machine(costs=[1, 2.2, 2.25, 2.3, 2.35, 2.4, 2.45, 2.5])),
     "windows that cost by steps": (0.97, Machine(costs=[1, 1.6, 1.7, 1.8, 2.6, 2.7, 2.8, 2.9])),
     "a change of length that costs": (0.92, Machine(change=0.5)),
 }
 
 
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("generation", [None, 24], ids=["one long text", "short texts"])
+SHORT = ("much noise", "windows that cost by steps", "a slower draft later")
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"), [*((name, None) for name in MACHINES), *((name, 24) for name in SHORT)]
+)
 def test_the_adaptive_length_is_fast_on_all_kinds_of_machines(name, generation):
+    """With a ``generation`` of 24 tokens there are many short texts."""
     least, machine = MACHINES[name]
     assert to_the_best(machine, Text((0.8,)), adaptive(), generation=generation) > least
 
 
-@pytest.mark.parametrize("machine", [Machine(draft=0.5), Machine(row=0.8)], ids=["a slow draft", "slow by rows"])
-@pytest.mark.parametrize("noise", [0, 0.15])
-def test_trying_speculation_that_does_not_pay_costs_few_percent(machine, noise):
-    assert to_the_best(replace(machine, noise=noise), Text((0.3,)), adaptive()) > 0.97
+@pytest.mark.parametrize("machine", [Machine(draft=0.5), Machine(row=0.8, noise=0.15)], ids=["slow draft", "slow rows"])
+def test_trying_speculation_that_does_not_pay_costs_few_percent(machine):
+    assert to_the_best(machine, Text((0.3,)), adaptive()) > 0.97
 
 
-def test_costs_are_learned_across_short_generations():
-    """A generation of 6 tokens is too short for a comparison."""
-    assert to_the_best(Machine(), Text((0.5,)), adaptive(), generation=6) > 0.97
-
-
-@pytest.mark.parametrize(("phase", "least"), [(100, 0.95), (300, 1.05), (1000, 1.1)])
+@pytest.mark.parametrize(("phase", "least"), [(100, 0.95), (1000, 1.1)])
 def test_the_adaptive_length_follows_a_text_that_is_easy_and_hard_in_turn(phase, least):
     """The adaptive length is faster than any fixed length if there is time to follow the text."""
     assert to_the_best(Machine(draft=0.2), Text((0.95, 0.1), phase), adaptive(), tokens=6000) > least
 
 
-def test_alternating_texts_are_faster_than_with_any_fixed_length():
-    assert to_the_best(Machine(draft=0.2), Text((0.92, 0.2), 200), adaptive(), tokens=6000, generation=200) > 1.05
-
-
-@pytest.mark.first(9)
-@pytest.mark.parametrize(("longest", "factor"), [(3, 10), (7, 2), (7, 10)])
-@pytest.mark.parametrize("rounds", [1, 2, 3, 5, 8, 21, 55])
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("rounds", "factor", "longest"), [(3, 10, 7), (1, 10, 3), (55, 2, 7)])
 def test_the_adaptive_length_recovers_within_200_tokens_of_a_stall(rounds, factor, longest):
     text = Text((0.7,))
     best = max(speed(play(Machine(), text, FixedChain(length), 100)) for length in range(longest + 1))
-    for first in range(40):
+    for first in range(0, 40, 3):
         played = play(Machine(stall=(first, rounds, factor)), text, AdaptiveChain(longest), 850)
         end = played[first + rounds - 1].end
         assert speed([each for each in played if end + 200 < each.end <= end + 500]) > 0.94 * best, first
@@ -107,7 +94,7 @@ def test_a_steady_slowdown_does_not_distort_the_costs():
 
 def test_no_chain_length_is_used_before_it_was_compared():
     chain, asked = AdaptiveChain(7), {7}
-    for seed in range(20):
+    for seed in range(5):
         for each in play(Machine(noise=0.2), Text((0.9, 0.3), 150), Spied(chain, asked), 300, seed):
             assert 0 <= each.length <= 7
 
@@ -129,14 +116,6 @@ class Spied:
 
 def test_rounds_shortened_by_the_contexts_end_do_not_change_the_costs():
     assert to_the_best(Machine(), Text((0.8,)), adaptive(), generation=40, cut=10) > 0.975
-
-
-def test_a_clock_that_stands_still_does_not_break_the_adaptive_length():
-    chain = AdaptiveChain(3)
-    chain.begin()
-    for _ in range(50):
-        chain.record(chain.next(), 0, 0.0)
-    assert chain.length == 3
 
 
 def test_speculation_that_does_not_pay_is_turned_off_with_a_note_and_turned_on_again():
@@ -194,15 +173,6 @@ def test_a_rounds_seconds_exclude_the_callers_time(whole, monkeypatch):
     assert seconds == [32, 43, 43, 43, 10, 21, 32]
 
 
-def test_the_next_turn_reuses_a_turn_without_speculation():
-    session, cached = ScriptedSession(scripted_metadata(), greedy, greedy), CachedTokens()
-    first = complete(session, PROMPT, max_new_tokens=4, chain=Told([0]), cached=cached)
-    turn = [*PROMPT, *first.token_ids, 3, 1]
-    again = complete(session, turn, max_new_tokens=4, chain=Told([0]), cached=cached)
-    assert again.token_ids == greedy_sequence(greedy, turn, 4)
-    assert again.stats.reused_prompt_tokens >= len(PROMPT)
-
-
 # --- acceptance rates
 
 
@@ -226,15 +196,6 @@ def test_a_position_never_reached_has_the_rate_of_the_one_before():
     first, *others = conditional(rates.tokens())
     assert first == pytest.approx(0.5, abs=0.05)
     assert others == pytest.approx([1, 1, 1], abs=0.05)
-
-
-def test_rounds_without_proposals_do_not_change_the_rates():
-    rates = AcceptanceRates(3)
-    rates.record(3, 1)
-    before = rates.tokens()
-    for _ in range(100):
-        rates.record(0, 0)
-    assert rates.tokens() == before
 
 
 def test_acceptance_rates_adapt_to_a_text_within_100_rounds_and_then_return_to_the_average():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from loop_cases import PROMPT, greedy, wrong
 from random_speculators import (
     FEW,
-    InTurn,
     disturb,
     generate_some,
     random_metadata,
@@ -22,7 +21,7 @@ from scripted_logits import LogitsSession, random_logits
 from told_chain import Told
 
 from eagle3.runner.loop import lookup_choice as lookup_module
-from eagle3.runner.loop.adaptive_chain import AcceptanceRates, AdaptiveChain
+from eagle3.runner.loop.adaptive_chain import AdaptiveChain
 from eagle3.runner.loop.cached_tokens import CachedTokens
 from eagle3.runner.loop.choice import Greedy
 from eagle3.runner.loop.generation import complete, generate
@@ -84,23 +83,8 @@ def test_the_lookup_proposes_from_the_latest_place_and_follows_it_while_it_is_ri
     assert (index.common(), index.ahead(3)) == (5, [4, 1, 2])
     index.add([5])
     assert (index.common(), index.ahead(3)) == (0, [])
-
-
-def test_the_lookup_proposes_that_a_repeating_text_continues():
-    index = TextIndex()
-    index.add([5, 6, 5, 6, 5, 6, 5])
+    index.become([5, 6, 5, 6, 5, 6, 5])
     assert index.ahead(6) == [6, 5, 6, 5, 6, 5]
-    index.become([4, 4, 4, 4])
-    assert index.ahead(5) == [4, 4, 4, 4, 4]
-
-
-def test_removed_tokens_give_no_proposals():
-    index = TextIndex()
-    index.add([1, 2, 3, 9, 9, 9, 8])
-    index.become([1, 2, 3, 4, 1, 2, 3])
-    assert index.ahead(2) == [4, 1]
-    index.become([0, 1, 2, 3])
-    assert index.common() == 0
 
 
 @pytest.mark.parametrize("before", [[1, 2, 3], [7, 8, 9]])  # the second leaves no key of the index to remove
@@ -121,13 +105,6 @@ def test_an_interrupted_addition_of_tokens_leaves_the_index_valid(before):
     for text in (shorter, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]):
         index.become(text)
         assert index.ahead(1) == ([] if text is shorter else [5])
-
-
-def test_earlier_texts_of_the_index_take_no_memory():
-    index, random = TextIndex(), Random(0)
-    for _ in range(20):
-        index.become([random.randrange(10**6) for _ in range(100)])
-    assert len(index._latest) == 100 - SHORTEST + 1
 
 
 # --- costs and the choice
@@ -200,8 +177,8 @@ class Always(LookupChoice):
         return self._offered[: self._longest]
 
 
-@pytest.mark.parametrize("longest", [3, 7])
-@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
+@pytest.mark.first(3)
+@pytest.mark.parametrize(("rate", "longest"), [(0.6, 7), (0.9, 3), (0.3, 7)])
 @pytest.mark.parametrize("kind", ["new", "repeats", "misleads"])
 def test_lookup_and_head_together_are_within_3_percent_of_the_better_one(kind, rate, longest):
     """The speed is within 3% for each text, over several seeds, with a cheap draft."""
@@ -221,26 +198,6 @@ def test_the_lookup_is_chosen_for_repeated_text_and_the_head_for_new_text():
     assert kinds[LOOKUP] < 0.02 * kinds[HEAD]
 
 
-def test_a_head_that_is_right_more_often_than_the_lookup_is_chosen():
-    """The head costs as much and proposes as many tokens, so only the rates differ."""
-    choice = LookupChoice(3, 3)
-    kinds, _ = played(choice, text_of("misleads"), 3, 0.95, lambda *_: 1.0)
-    assert kinds[LOOKUP] < 0.15 * kinds[HEAD]
-
-
-def test_a_lookup_round_updates_only_its_own_rates_and_a_head_round_updates_both():
-    choice = LookupChoice(3, 3)
-    for by_lookup in (True, False):
-        choice.begin([1, 2, 3, 4, 5, 6, 1, 2, 3])
-        choice.offer(3, 50, False)
-        assert choice._offered == [4, 5, 6]
-        before = [rates[0].tokens() for rates in (choice._lookup, choice._head)]
-        choice.text.add([4, 9])
-        choice.record([4, 9], 3, by_lookup, 1.0)
-        after = [rates[0].tokens() for rates in (choice._lookup, choice._head)]
-        assert (after[1] == before[1]) == by_lookup and after[0] != before[0]
-
-
 def test_only_a_part_of_a_costly_window_is_proposed():
     text = text_of("repeats")
     choice, asked = LookupChoice(3, 15), []
@@ -257,23 +214,10 @@ def test_only_a_part_of_a_costly_window_is_proposed():
     assert asked[100:].count(15) > 0.5 * len(asked[100:])
 
 
-def test_existing_draft_tokens_are_discarded_only_for_long_matches():
-    """Discarding the draft of a fused round wastes its cost, which pays only if the place continues for several
-    rounds."""
-    text = list(range(20, 60))
-    for common, leaves in ((3, False), (30, True)):
-        choice = LookupChoice(3, 3)
-        choice._costs._costs |= {(HEAD, 3): 2.0, (LOOKUP, 3): 1.0}
-        choice.begin([*text, 1, *text[:common]])
-        choice._lookup, choice._head = [AcceptanceRates(3, 0.8)] * 4, [AcceptanceRates(3, 0.85)] * 4
-        assert choice.offer(3, 50, drafted=False)
-        assert bool(choice.offer(3, 50, drafted=True)) == leaves
-
-
 # --- generations
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(random=st.randoms(use_true_random=True))
 def test_generations_with_lookup_and_shared_caches_give_the_tokens_of_single_generations(random: Random):
     """The scripted caches refuse draft slots that were not written with the target's own features."""
@@ -362,37 +306,6 @@ class InTurns(LookupChoice):
         return self._offered[: min(3, room)] if by_lookup else []
 
 
-def test_a_round_is_counted_for_its_own_proposer():
-    """The lookup proposes two tokens and the head three, in turn."""
-    session = ScriptedSession(scripted_metadata(max_seq_len=200), repeating, repeating)
-    stats = complete(session, REPEATED, max_new_tokens=100, lookup=Counts([2, 0])).stats
-    assert stats.num_lookup_draft_tokens == 2 * stats.num_lookup_drafts == stats.num_lookup_accepted_tokens
-    by_head = stats.num_drafts - stats.num_lookup_drafts
-    assert 3 * by_head == stats.num_draft_tokens - stats.num_lookup_draft_tokens > 0
-
-
-def test_deferred_draft_slots_never_exceed_one_call_of_the_draft():
-    """A short proposal, whose slots are deferred, precedes one as long as the window."""
-    metadata = scripted_metadata(max_seq_len=200, max_prefill=7, verify_rows=16)
-    session = ScriptedSession(metadata, repeating, repeating)
-    result = complete(session, REPEATED, max_new_tokens=150, lookup=Counts([2, 15, 1, 14]))
-    assert result.token_ids == [repeating(range(at)) for at in range(25, 175)]
-    assert set(session.windows) >= {2, 3, 15, 16}
-
-
-class Counts(LookupChoice):
-    """A lookup that proposes given numbers of tokens in turn."""
-
-    def __init__(self, counts):
-        super().__init__(3, 15)
-        self._script, self._asked = counts, 0
-
-    def offer(self, chain_len, room, drafted):
-        super().offer(chain_len, room, drafted)
-        self._asked += 1
-        return self._offered[: min(self._script[self._asked % len(self._script)], room)]
-
-
 @pytest.mark.parametrize("whole", [False, True], ids=["three methods", "fused rounds"])
 def test_the_next_turn_reuses_a_reply_that_the_lookup_proposed(whole):
     metadata = scripted_metadata(max_seq_len=200, max_prefill=60, min_prefill=4)
@@ -424,12 +337,6 @@ def test_the_lookup_works_without_a_draft_head():
     result = complete(session, REPEATED, max_new_tokens=60, chain=0, lookup=LookupChoice(0, 3))
     assert result.token_ids == [repeating(range(at)) for at in range(25, 85)]
     assert result.stats.num_accepted_tokens > 40
-
-
-def test_windows_of_the_lookup_end_at_the_contexts_end():
-    session = ScriptedSession(scripted_metadata(max_seq_len=60, verify_rows=16), repeating, wrong)
-    result = complete(session, REPEATED, max_new_tokens=100, lookup=LookupChoice(3, 15))
-    assert len(result.token_ids) == 35 and result.stats.num_lookup_accepted_tokens > 10
 
 
 def test_a_head_round_that_writes_deferred_slots_does_not_count_its_seconds(monkeypatch):
@@ -465,21 +372,21 @@ def test_samples_with_the_lookup_equal_sampling_without_speculation(data):
 
 
 def test_samples_over_seeds_with_the_lookup_have_the_targets_probabilities():
-    """A chi-square test over 1,500 seeds of the second token, which the lookup proposes for every seed."""
+    """A chi-square test over 800 seeds of the second token, which the lookup proposes for every seed."""
     logits = torch.zeros(1, VOCABULARY)
     logits[0, :4] = torch.tensor([2.0, 1.0, 0.5, 0.0])
     logits[0, 4:] = -20.0
     metadata = replace(scripted_metadata(), has_logits=True)
     counts, proposed = torch.zeros(4, dtype=torch.double), 0
-    for seed in range(1500):
+    for seed in range(800):
         session = LogitsSession(metadata, logits, logits, torch.arange(VOCABULARY))
         prompt = [9, 9, 9, 9, 9, 0, 0, 0, 0, 0]
         choice = Sampler(Sampling(temperature=1.0, seed=seed), metadata, prompt)
         result = complete(session, prompt, max_new_tokens=4, chain=0, choice=choice, lookup=Zeros(0, 3))
         counts[result.token_ids[1]] += 1
         proposed += result.stats.num_lookup_drafts
-    expected = 1500 * logits[0, :4].double().softmax(-1)
-    assert proposed >= 1500
+    expected = 800 * logits[0, :4].double().softmax(-1)
+    assert proposed >= 800
     assert ((counts - expected) ** 2 / expected).sum() < 24  # 3 degrees of freedom: chance exceeds this once in 40,000
 
 
@@ -488,13 +395,6 @@ class Zeros(LookupChoice):
 
     def offer(self, chain_len, room, drafted):
         return [0] * min(self._longest, room)
-
-
-def test_a_lookup_that_is_always_wrong_changes_no_token():
-    session = ScriptedSession(scripted_metadata(), greedy, greedy)
-    result = complete(session, PROMPT, max_new_tokens=40, lookup=Wrong(3, 3))
-    assert result.token_ids == greedy_sequence(greedy, PROMPT, 40)
-    assert result.stats.num_lookup_drafts == 39 and not result.stats.num_lookup_accepted_tokens
 
 
 class Wrong(LookupChoice):
@@ -530,44 +430,3 @@ def test_tokens_forced_by_a_grammar_precede_the_lookups_proposals():
         assert not result.stats.num_lookup_drafts
         if chain == 2:
             assert result.stats.num_accepted_tokens > result.stats.num_drafts
-
-
-class ForcingFrom(Greedy):
-    """A grammar that forces the tokens of the repeating text from a position on."""
-
-    greedy = False
-
-    def __init__(self, length, start):
-        self._length, self._start = length, start
-
-    def forced(self, proposed, count):
-        ahead = self._length + sum(tokens.shape[1] for tokens in proposed)
-        return [repeating(range(ahead + step)) for step in range(count)] if self._length >= self._start else []
-
-    def accept(self, tokens):
-        self._length += len(tokens)
-
-
-def test_rounds_forced_by_a_grammar_after_lookup_rounds_are_not_counted_as_the_lookups():
-    session, lookup, taken = (
-        ScriptedSession(scripted_metadata(max_seq_len=200), repeating, wrong),
-        LookupChoice(3, 3),
-        [],
-    )
-    offer = lookup.offer
-    lookup.offer = lambda *given: taken.append(found := offer(*given)) or found
-    options = {"choice": ForcingFrom(len(REPEATED), 60), "lookup": lookup}
-    result = complete(session, REPEATED, max_new_tokens=100, **options)
-    assert result.token_ids == [repeating(range(at)) for at in range(25, 125)]
-    rounds = sum(map(bool, taken))
-    assert 0 < rounds <= result.stats.num_lookup_drafts + 1 and result.stats.num_lookup_drafts <= rounds
-    assert result.stats.num_drafts > rounds + 10
-
-
-def test_the_lookup_works_with_changing_chain_lengths():
-    session = ScriptedSession(scripted_metadata(max_seq_len=120), repeating, repeating)
-    session.has_speculate = True
-    options = {"max_new_tokens": 90, "chain": InTurn([3, 3, 1, 0, 2])}
-    result = complete(session, REPEATED, lookup=InTurns([True, False, False, False, True]), **options)
-    assert result.token_ids == [repeating(range(at)) for at in range(25, 115)]
-    assert session.fused_rounds > 0 and 0 < result.stats.num_lookup_drafts < result.stats.num_drafts

@@ -45,50 +45,11 @@ def test_an_accepted_stop_token_ends_the_text_within_its_round():
     assert result.finish_reason == STOP
 
 
-def test_the_first_token_can_be_the_stop_token():
-    first = greedy(tuple(PROMPT))
-    result = complete(ScriptedSession(scripted_metadata(eos_ids=[first]), greedy, greedy), PROMPT)
-    assert (result.token_ids, result.finish_reason) == ([first], STOP)
-
-
-@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 6])
-def test_max_new_tokens_is_exact(budget):
-    session = ScriptedSession(scripted_metadata(), greedy, greedy)
-    result = complete(session, PROMPT, max_new_tokens=budget)
-    assert result.token_ids == greedy_sequence(greedy, PROMPT, budget)
-    assert (len(result.token_ids), result.finish_reason) == (budget, LENGTH)
-    if budget == 1:
-        assert session.windows == []
-
-
-@pytest.mark.parametrize("proposal", [wrong, greedy])
-def test_generation_reaches_the_last_position_of_the_context(proposal):
-    session = ScriptedSession(scripted_metadata(max_seq_len=24), greedy, proposal)
-    result = complete(session, PROMPT, max_new_tokens=1000)
-    assert result.token_ids == greedy_sequence(greedy, PROMPT, 1000, max_seq_len=24)
-    assert len(PROMPT) + len(result.token_ids) == 24
-    assert result.finish_reason == LENGTH
-
-
-@pytest.mark.parametrize("length", range(1, 24))
-def test_prompts_of_any_length_give_the_greedy_tokens(length):
-    prompt = [(5 * i + 2) % VOCABULARY for i in range(length)]
-    session = ScriptedSession(scripted_metadata(), greedy, right_at(0, 3))
-    assert complete(session, prompt, max_new_tokens=12).token_ids == greedy_sequence(greedy, prompt, 12)
-
-
 def test_without_speculation_the_tokens_are_the_same():
     session = ScriptedSession(scripted_metadata(), greedy, wrong)
     result = complete(session, PROMPT, max_new_tokens=20, chain=0)
     assert result.token_ids == greedy_sequence(greedy, PROMPT, 20)
     assert session.windows == []
-
-
-def test_a_second_generation_in_a_session_does_not_depend_on_the_first():
-    session = ScriptedSession(scripted_metadata(), greedy, right_at(1))
-    first = complete(session, PROMPT, max_new_tokens=20).token_ids
-    complete(session, PROMPT[::-1], max_new_tokens=9)
-    assert complete(session, PROMPT, max_new_tokens=20).token_ids == first
 
 
 @pytest.mark.parametrize(
@@ -131,7 +92,7 @@ def test_any_target_and_any_draft_give_the_greedy_sequence(data):
     metadata = scripted_metadata(max_seq_len, min_prefill, max_prefill, chain_len, eos_ids)
     prompt = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=max_seq_len - 1), "prompt")
     budget = data.draw(st.integers(1, 60), "budget")
-    used = data.draw(st.integers(1, chain_len), "chain length")
+    used = data.draw(st.integers(0, chain_len), "chain length")
     result = complete(ScriptedSession(metadata, target, draft), prompt, max_new_tokens=budget, chain=used)
     assert result.token_ids == greedy_sequence(target, prompt, budget, eos_ids, max_seq_len)
     assert result.finish_reason == (STOP if result.token_ids[-1] in eos_ids else LENGTH)

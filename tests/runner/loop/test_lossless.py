@@ -2,17 +2,14 @@
 
 import json
 from dataclasses import replace
-from random import Random
 
 import pytest
 import torch
 from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
 
-from eagle3.runner.artifact.near_ties import near_tie
 from eagle3.runner.contract import DECODE, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.runner.hosts.session import Step
 from eagle3.runner.loop.cached_tokens import CachedTokens
-from eagle3.runner.loop.divergence import probes, rounding
 from eagle3.runner.loop.generation import complete
 from eagle3.runner.loop.lossless import lines, replay
 from eagle3.runner.model import Model
@@ -176,13 +173,6 @@ def test_a_token_that_no_method_gives_is_a_defect_and_not_a_near_tie():
     assert "no method" in lines(found)[1]
 
 
-def test_coarser_activations_have_a_larger_near_tie_tolerance():
-    logits = torch.linspace(-16.0, 16.0, 65)
-    assert rounding(logits, torch.float32) == 1e-3
-    step = float(torch.tensor(16.25).bfloat16() - torch.tensor(16.0).bfloat16()) / 2
-    assert rounding(logits, torch.bfloat16) * float(logits.std()) == pytest.approx(2 * step)
-
-
 def test_a_difference_is_found_even_without_logits():
     found = checked(Rounding(FOUR, has_logits=False))
     divergence = found.divergence
@@ -218,7 +208,7 @@ def test_a_difference_at_the_contexts_end_is_explained():
     assert by(divergence, divergence.token) == {(TARGET_VERIFY, 3, 1), (TARGET_VERIFY, 3, 2)}
 
 
-@pytest.mark.parametrize("window", [0, 4, 5, 8, 16])
+@pytest.mark.parametrize("window", [0, 4, 8])
 def test_no_probe_reads_slots_that_were_never_written_or_overwritten_in_a_ring(window):
     """The scripted caches check this."""
     for index in range(40):
@@ -228,52 +218,6 @@ def test_no_probe_reads_slots_that_were_never_written_or_overwritten_in_a_ring(w
         divergence = replay(session, PROMPT[:1], said).divergence
         assert divergence.index == index
         assert (DECODE, 1, 0) in by(divergence, divergence.replayed)
-
-
-def test_no_probe_reads_slots_that_another_probe_wrote():
-    starts = [probe.span(30)[0] for probe in probes(scripted_metadata(), True, 30)]
-    assert len(starts) == 1 + 9 + 1
-    assert starts == sorted(starts, reverse=True)
-
-
-class Seeded:
-    """A choice of the artifact's token or its neighbour, by a seed and the position only."""
-
-    greedy = False
-
-    def __init__(self, seed):
-        self._seed, self._position = seed, len(PROMPT)
-
-    def _moved(self, ids, behind):
-        positions = range(self._position + behind, self._position + behind + ids.shape[1])
-        draws = [Random(f"{self._seed} at {position}").randrange(2) for position in positions]
-        return (ids + torch.tensor([draws])) % VOCABULARY
-
-    def target(self, step, proposed):
-        return self._moved(step.ids, 0)
-
-    def draft(self, step, proposed):
-        return self._moved(step.ids, len(proposed))
-
-    def forced(self, proposed, count):
-        return []
-
-    def accept(self, tokens):
-        self._position += len(tokens)
-
-
-def test_a_seeded_choice_is_replayed_with_its_seed():
-    session = Rounding()
-    said = complete(session, PROMPT, max_new_tokens=30, choice=Seeded(5)).token_ids
-    assert said != greedy_sequence(greedy, PROMPT, 30)
-    assert replay(session, PROMPT, said, lambda: Seeded(5)).divergence is None
-    assert replay(session, PROMPT, said, lambda: Seeded(6)).divergence.near_tie is False
-    session.odd = FOUR
-    said = complete(session, PROMPT, max_new_tokens=30, choice=Seeded(5)).token_ids
-    divergence = replay(session, PROMPT, said, lambda: Seeded(5)).divergence
-    assert divergence.position == AT
-    assert divergence.near_tie is divergence.reproduced is True
-    assert by(divergence, divergence.token) == {(TARGET_VERIFY, 4, row) for row in range(4)}
 
 
 def test_a_difference_caused_by_reused_caches_is_not_reported_as_reproduced():
@@ -296,18 +240,11 @@ def test_a_replay_of_an_impossible_number_of_tokens_is_refused(count):
         replay(Rounding(), PROMPT, [0] * count)
 
 
-def test_quantized_activations_have_the_tolerance_of_a_changed_code():
-    plain = [near_tie(recipe) for recipe in ("none", "default", "checkpoint", None)]
-    assert near_tie("8da4w") == near_tie("8da8w") > max(plain) == min(plain)
-
-
 @pytest.mark.parametrize(
     ("record", "tie"),
     [
         (None, 0.1),
         ("{", 0.1),
-        ("[]", 0.1),
-        ('{"check": null}', 0.1),
         ('{"check": {"tolerance": "0.3"}}', 0.1),
         ('{"check": {"tolerance": 0.05}}', 0.1),
         ('{"check": {"tolerance": 0.21}}', 0.21),

@@ -30,17 +30,6 @@ def test_a_stream_can_stop_between_the_chunks_of_its_prompt(model):
     assert all(piece.token_ids or piece.text for piece in model.stream(LONG, max_new_tokens=20))
 
 
-def test_the_computed_chunks_of_an_abandoned_prompt_are_kept(model):
-    said = model.generate(LONG, max_new_tokens=20)
-    model.forget()
-    with model.stream(LONG, max_new_tokens=20) as stream:
-        for _ in range(3):
-            assert not stream.advance().token_ids
-    again = model.generate(LONG, max_new_tokens=20)
-    assert again.token_ids == said.token_ids
-    assert again.stats.reused_prompt_tokens >= 3 * model.metadata.max_prefill - 1
-
-
 def test_a_client_that_disconnects_during_a_long_prompt_frees_the_model(model, monkeypatch):
     session, calls = model.session, []
     prefill = session.prefill

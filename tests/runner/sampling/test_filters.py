@@ -57,14 +57,16 @@ def texts(sampling: Sampling, target: int, draft: int) -> list[list[int]]:
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("other", [{}, {"repetition_penalty": 1.3}, {"logit_bias": {2: 4.0, 5: -1e9}}], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 1, 1e-9, 1e9])
+@pytest.mark.parametrize(
+    ("temperature", "other"), [(1, {}), (1e9, {"repetition_penalty": 1.3}), (1e-9, {"logit_bias": {2: 4.0, 5: -1e9}})]
+)
 def test_every_pair_of_filters_gives_the_text_of_sampling_without_speculation(temperature, other):
     for filters in all_pairs(edges(VOCABULARY, DRAFT)):
         alone, speculated = texts(Sampling(temperature, seed=7, **filters, **other), VOCABULARY, DRAFT)
         assert alone == speculated, filters
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("draft", [DRAFT, MANY + 2], ids=["few draft ids", "many"])
 def test_filters_give_the_same_text_for_a_vocabulary_with_sparse_noise(draft):
     target = MANY + 2000
@@ -73,8 +75,7 @@ def test_filters_give_the_same_text_for_a_vocabulary_with_sparse_noise(draft):
         assert alone == speculated, filters
 
 
-@pytest.mark.parametrize("vocabulary", [60, 2 * FIRST])
-@pytest.mark.parametrize("temperature", [0.4, 1.0, 1.7, 3.0])
+@pytest.mark.parametrize(("vocabulary", "temperature"), [(60, 0.4), (2 * FIRST, 1.7)])
 def test_filters_keep_the_ids_that_transformers_processors_keep(temperature, vocabulary):
     """The order is that of transformers for any temperature: top-k, then top-p of the rest, then min-p."""
     logits = random_logits(9, 6, vocabulary)
@@ -104,8 +105,7 @@ def test_ids_equal_to_the_last_of_top_k_count_in_top_p():
             assert np.flatnonzero(np.asarray(given >= least)[0, 0]).tolist() == kept, top_p
 
 
-@pytest.mark.parametrize("top_k", [VOCABULARY, VOCABULARY + 1, 1 << 40])
-@pytest.mark.parametrize("others", [{}, {"top_p": 0.6}, {"min_p": 0.2}], ids=str)
+@pytest.mark.parametrize(("top_k", "others"), [(VOCABULARY, {"min_p": 0.2}), (1 << 40, {"top_p": 0.6})])
 def test_a_top_k_of_the_whole_vocabulary_has_no_effect(top_k, others):
     logits, ids = random_logits(5, 4, VOCABULARY), np.arange(VOCABULARY)
     drawn = []
@@ -116,7 +116,7 @@ def test_a_top_k_of_the_whole_vocabulary_has_no_effect(top_k, others):
     ):
         for k in (0, top_k):
             draw = kind(Sampling(1.0, top_k=k, **others), 3, ids, arrays)
-            drawn.append([draw(given, position).tolist() for position in range(50)])
+            drawn.append([draw(given, position).tolist() for position in range(20)])
     assert all(each == drawn[0] for each in drawn)
     assert len({row for rows in drawn[0] for row in rows[0]}) > 3
 

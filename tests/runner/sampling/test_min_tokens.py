@@ -28,7 +28,7 @@ def model(seed: int = 5, **fields) -> Model:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 2.0, "seed": 3}, {"repetition_penalty": 1.5}])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_end_token_comes_before_min_tokens_and_the_first_one_after_ends_the_text(seed, sampling):
     asked = {"max_new_tokens": 30, "min_tokens": LEAST, "stop_token_ids": ENDS[3:], **sampling}
     expected = model(seed).generate(PROMPT, chain_len=0, **asked)

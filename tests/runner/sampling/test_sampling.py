@@ -27,29 +27,26 @@ SETTINGS = [
     Sampling(temperature=1.0),
     Sampling(temperature=0.6, top_k=5),
     Sampling(temperature=1.3, top_p=0.8),
-    Sampling(temperature=1.0, min_p=0.1),
     Sampling(temperature=2.0, min_p=0.3),
-    Sampling(temperature=0.5, min_p=0.05),
     Sampling(temperature=0.9, top_k=8, top_p=0.9, min_p=0.05),
     Sampling(temperature=0.8, repetition_penalty=1.3, logit_bias={2: 1.5, 7: -2.0}),
-    Sampling(temperature=1.1, repetition_penalty=0.8, top_p=0.9),
 ]
 
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_frequencies_over_seeds_are_transformers_probabilities(sampling):
-    """A chi-square test over 4,000 seeds with 12 ids, so up to 11 degrees of freedom; a value above 38 has a
+    """A chi-square test over 2,000 seeds with 12 ids, so up to 11 degrees of freedom; a value above 38 has a
     probability of 1 in 10,000."""
     logits, metadata = random_logits(1, 1, 12, scale=1.5), replace(scripted_metadata(), vocab_size=12, has_logits=True)
     expected = by_transformers(logits, sampling, PROMPT[:4])[0, 0].double()
     counts = torch.zeros(12, dtype=torch.double)
-    for seed in range(4000):
+    for seed in range(2000):
         sampler = Sampler(replace(sampling, seed=seed), metadata, PROMPT[:4])
         counts[sampler.target(Step(None, None, logits), []).item()] += 1
     assert counts[expected == 0].sum() == 0
     drawn = expected > 0
-    assert ((counts - 4000 * expected)[drawn] ** 2 / (4000 * expected)[drawn]).sum() < 38
+    assert ((counts - 2000 * expected)[drawn] ** 2 / (2000 * expected)[drawn]).sum() < 38
 
 
 def test_noise_of_neighbouring_positions_ids_and_seeds_is_independent():
@@ -62,7 +59,7 @@ def test_noise_of_neighbouring_positions_ids_and_seeds_is_independent():
     assert noise[0].max() > 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     temperature=st.sampled_from([0.3, 0.8, 1.0, 2.0]),
     top_k=st.sampled_from([0, 1, 40, 300]),
@@ -81,7 +78,7 @@ def test_sparse_dense_and_device_sampling_draw_the_same_ids(temperature, top_k, 
     assert dense.tolist() == sparse.tolist() == tensors.tolist()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_sampling_any_logits_with_speculation_gives_the_text_without_it(data):
     seed = data.draw(st.integers(0, 10_000), "tables")
@@ -117,38 +114,6 @@ def test_all_samples_of_a_draft_equal_to_the_target_are_accepted(others):
     session = LogitsSession(metadata, logits, logits, torch.arange(VOCABULARY))
     sampler = Sampler(Sampling(temperature=1.0, seed=2, **others), metadata, PROMPT)
     assert complete(session, PROMPT, max_new_tokens=40, choice=sampler).stats.mean_acceptance_length > 3.9
-
-
-@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
-def test_each_of_openais_penalties_alone_is_subtracted_for_generated_tokens(name):
-    metadata = replace(scripted_metadata(), vocab_size=4, has_logits=True)
-    sampler = Sampler(Sampling(**{name: 0.8}), metadata, [1])
-    step, said = Step(None, None, torch.tensor([[[0.0, 1.0, 0.5, 0.1]]])), []
-    for _ in range(3):
-        said += sampler.target(step, [])[0].tolist()
-        sampler.accept(said[-1:])
-    assert said == [1, 2, 1]  # the prompt has no penalty; at last 0.2 is the largest logit
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(temperature=0.7, seed=1),
-        Sampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.02, seed=2),
-        Sampling(temperature=0.8, repetition_penalty=1.2, logit_bias={300: 2.0}, seed=3),
-        Sampling(repetition_penalty=1.2, seed=4),
-    ],
-    ids=str,
-)
-def test_the_artifacts_samples_do_not_depend_on_the_chain_length(session, sampling):
-    prompt = torch.randint(4, 2048, (30,), generator=torch.Generator().manual_seed(4)).tolist()
-    texts = []
-    for chain in (0, 1, 3):
-        choice = Sampler(sampling, session.metadata, prompt)
-        texts.append(complete(session, prompt, max_new_tokens=60, chain=chain, choice=choice).token_ids)
-    assert texts[0] == texts[1] == texts[2]
-    assert len(set(texts[0])) > 5
 
 
 def test_log_probabilities_are_of_the_raw_logits(session):

@@ -1,7 +1,6 @@
 """Structured output obeys its grammar, equals constrained decoding without speculation, and invalid grammars are
 refused in one line."""
 
-import json
 import sys
 from dataclasses import replace
 
@@ -60,7 +59,6 @@ ASKED = [
     {"grammar": 'start: item ("," item)*\nitem: /[a-z]{1,4}/ "=" /[0-9]{1,3}/'},
 ]
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
-PENALIZED = {"temperature": 1.2, "presence_penalty": 0.7, "frequency_penalty": 0.4, "seed": 10}
 
 
 @pytest.fixture(scope="module")
@@ -107,22 +105,6 @@ def test_a_constrained_greedy_answer_equals_masking_by_hand(model, session, sche
     assert said.stats.num_accepted_tokens > said.stats.num_drafts
 
 
-@pytest.mark.first(1)
-@pytest.mark.parametrize("options", [{}, SAMPLED, PENALIZED], ids=["greedy", "sampled", "penalized"])
-@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: next(iter(asked)))
-def test_constrained_text_does_not_depend_on_the_chain_length(model, asked, options):
-    options = {"max_new_tokens": 60, "structured_outputs": asked, **options}
-    expected = model.generate(TEXT, chain_len=0, **options)
-    guide = Guide(model.grammars.compile(asked))
-    assert all(guide.take(token) for token in expected.token_ids)
-    if "json" in asked and expected.finish_reason == "stop":
-        assert json.loads(expected.text).keys() == set(
-            asked["json"].get("properties", TREE["$defs"]["node"]["required"])
-        )
-    for chain_len in (1, 3):
-        assert model.generate(TEXT, chain_len=chain_len, **options).token_ids == expected.token_ids
-
-
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_logits_give_the_text_of_constrained_decoding_without_speculation(grammars, data):
@@ -164,8 +146,7 @@ class AllAtOnce(LogitsSession):
         return step._replace(logits=torch.stack(rows)[None])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("asked", ASKED[:3], ids=lambda asked: next(iter(asked)))
+@pytest.mark.parametrize(("asked", "temperature"), [(ASKED[0], 0.0), (ASKED[2], 1.0)], ids=["json", "regex"])
 def test_a_head_that_drafts_in_one_call_obeys_the_grammar(grammars, asked, temperature):
     metadata = replace(scripted(proposals=3), draft_vocab_size=2048)
     target, draft = random_logits(3, 13, 2048)[0], random_logits(4, 7, 2048)[0]
@@ -190,23 +171,9 @@ def test_all_constrained_proposals_of_a_draft_equal_to_the_target_are_accepted(g
     assert complete(session, [9, 8], max_new_tokens=40, choice=choice).stats.mean_acceptance_length > 3.9
 
 
-def test_a_draft_whose_vocabulary_lacks_the_allowed_tokens_proposes_an_allowed_one(grammars):
-    asked = {"choice": ["x", "yes"]}
-    metadata = replace(scripted(), draft_ids=torch.tensor([1900, 1901]), draft_vocab_size=2)
-    for inner in (Greedy(), Sampler(Options(temperature=1.0, top_p=0.5, seed=1), metadata, [9])):
-        guide = Guide(grammars.compile(asked))
-        choice = Constrained(inner, guide, metadata)
-        step = Step(torch.tensor([[1900]]), None, torch.zeros(1, 1, 2))
-        choice.target(Step(torch.tensor([[3]]), None, torch.zeros(1, 1, 2048)), [])
-        assert guide.allows(int(choice.draft(step, [])))
-
-
-def test_a_grammar_is_compiled_once(grammars):
-    assert grammars.compile(ASKED[0]).matcher is grammars.compile(dict(ASKED[0])).matcher
-
-
 def test_tokens_forced_by_a_grammar_take_no_draft_step(model):
-    """A list of one string forces every token."""
+    """A list of one string forces every token. The caches have the prompt, which takes the draft a call."""
+    model.generate(TEXT, max_new_tokens=20)
     asked = {"choice": ["return the value of the first argument that is given"]}
     said = model.generate(TEXT, max_new_tokens=60, structured_outputs=asked)
     assert (said.text, said.finish_reason) == (asked["choice"][0], "stop")
@@ -232,9 +199,8 @@ def test_forced_proposals_leave_the_drafts_slots_correct(grammars):
     assert len(said.token_ids) == 55 and said.stats.num_drafts < 55
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("opened", [True, False], ids=["open from the start", "opened by the model"])
-@pytest.mark.parametrize("chain", [0, 1, 2, 3])
+@pytest.mark.parametrize(("opened", "sampled"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("chain", [0, 3])
 def test_reasoning_is_unconstrained_and_the_text_after_it_is_constrained(grammars, opened, chain, sampled):
     """<unk> ends reasoning and <pad> may open it; both are likely here."""
     metadata = scripted()
@@ -265,9 +231,8 @@ def test_special_tokens_are_shown_on_request_except_end_tokens(model):
     assert model.generate(TEXT, skip_special_tokens=False, **options).text == "a<unk>b"
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_replay_of_a_constrained_text_is_constrained(model, options):
-    said = model.generate(TEXT, max_new_tokens=60, structured_outputs={"json": PERSON}, **options)
+def test_a_replay_of_a_constrained_text_is_constrained(model):
+    said = model.generate(TEXT, max_new_tokens=60, structured_outputs={"json": PERSON}, **SAMPLED)
     assert model.replay(said).divergence is None
 
 
@@ -275,12 +240,6 @@ def test_constrained_text_has_log_probabilities(model):
     said = model.generate(TEXT, max_new_tokens=60, structured_outputs={"json": PERSON}, logprobs=1)
     assert [each.token_id for each in said.logprobs] == said.token_ids
     assert said.logprobs[0].top[0][0] != said.token_ids[0]  # raw logits ignore the grammar
-
-
-def test_a_constrained_text_cut_by_its_budget_is_the_beginning_of_the_whole(model):
-    whole = model.generate(TEXT, max_new_tokens=60, structured_outputs={"json": PERSON})
-    part = model.generate(TEXT, max_new_tokens=7, structured_outputs={"json": PERSON})
-    assert (part.token_ids, part.finish_reason) == (whole.token_ids[:7], "length")
 
 
 def test_openais_penalties_equal_their_formula():
@@ -304,17 +263,14 @@ def test_openais_penalties_equal_their_formula():
     ("asked", "message"),
     [
         ({"json": {"type": "array", "uniqueItems": True}}, r"json of structured_outputs is refused: .*uniqueItems"),
-        ({"json": {"type": "strin"}}, "Invalid type: strin"),
         ({"json": "{"}, "no JSON schema"),
         ({"json": {"type": "string", "pattern": "(?=a)"}}, "look-around"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, r"minimum \(5\) is greater than maximum \(3\)"),
-        ({"json": 3}, "json of structured_outputs is 3"),
         ({"regex": "a("}, "unclosed group"),
         ({"grammar": "start: foo"}, 'unknown name: "foo"'),
         ({"choice": []}, "must be a list of one string or more"),
         ({"json_object": False}, "must be true"),
         ({"regex": "a", "json": {}}, "must have one of json, json_object"),
-        ({"jsn": {}}, "has 'jsn', but must have one of"),
         ([], "must be a mapping"),
         ({"regex": "a", "reasoning_begin": "<pad>"}, "no reasoning_end"),
         ({"regex": "a", "reasoning_end": "</think>"}, "'</think>', which is no added token"),

@@ -18,7 +18,6 @@ from served import ASKED, JSON, served
 
 from eagle3.runner.model import Model
 from eagle3.runner.serve.answer import Answer
-from eagle3.runner.serve.dialogue import moved
 from eagle3.runner.serve.markup import CONTENT
 from eagle3.runner.serve.requests import with_own_seeds
 
@@ -147,12 +146,6 @@ def test_request_options_have_the_meaning_of_the_library(client, alone):
     assert client.chat.completions.create(**given).choices[0].message.content == expected
 
 
-def test_a_text_continues_after_its_end_token_with_ignore_eos(client, alone):
-    assert alone(ASKED, max_new_tokens=60).finish_reason == "stop"
-    given = {"model": "tiny", "messages": ASKED, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
-    assert client.chat.completions.create(**given).usage.completion_tokens == 60
-
-
 def test_a_stop_string_is_not_part_of_the_served_text(client, alone):
     whole = alone(ASKED, max_new_tokens=30).text
     choice = client.chat.completions.create(model="tiny", messages=ASKED, stop=["read"]).choices[0]
@@ -259,14 +252,6 @@ def test_a_forced_call_of_a_schema_that_refers_to_its_own_parts(client, names):
     assert found.model_dump(exclude_unset=True).items() <= json.loads(call.function.arguments).items()
 
 
-def test_references_of_a_nested_schema_are_adapted():
-    inner = {"$defs": {"a": {"type": "null"}}, "properties": {"$ref": {"$ref": "#/$defs/a"}, "x": {"$ref": "#"}}}
-    inner["anyOf"] = [{"$ref": "https://x.y/z"}, {"const": 3}]
-    found = moved(inner, "#/$defs/0")
-    assert found["properties"] == {"$ref": {"$ref": "#/$defs/0/$defs/a"}, "x": {"$ref": "#/$defs/0"}}
-    assert found["anyOf"] == inner["anyOf"] and found["$defs"] == inner["$defs"]
-
-
 def test_a_truncated_list_of_tool_calls_has_the_complete_ones(client):
     """gemma4-tiny continues to call tools until its budget ends."""
     given = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "tool_choice": "required"}
@@ -349,7 +334,6 @@ def test_the_served_model_is_listed(client, server):
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
 
 
-@pytest.mark.first(18)
 @pytest.mark.parametrize(
     ("given", "status", "words"),
     [
@@ -362,33 +346,25 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ({"messages": [{"role": "user", "content": "word " * 1100}]}, 400, r"context length is 1024 .* has \d{4}"),
         ({"messages": [{"role": "user", "content": "word " * 90_000}]}, 400, "context 1024"),
         ({"max_tokens": 1000}, 400, r"maximum context length is 1024 tokens. However, you requested 1039"),
-        ({"max_tokens": 0}, 400, "max_tokens is 0"),
         ({"max_tokens": "9"}, 400, "max_tokens: Input should be a valid integer, found '9'"),
         ({"model": "gpt-4"}, 404, "Model 'gpt-4' not found"),
         ({"temprature": 1}, 400, "temprature is no field"),
         ({"temperature": -1}, 400, "temperature is -1"),
-        ({"temperature": True}, 400, "temperature"),
-        ({"n": 0}, 400, "n is 0"),
-        ({"stop": ["a", ""]}, 400, "stop"),
         ({"logit_bias": {"5000": 1}}, 400, "5000 of logit_bias is outside the vocabulary"),
-        ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
         ({"top_logprobs": 3}, 400, "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "from 0 to 20"),
         ({"response_format": {"type": "xml"}}, 400, "response_format.type is 'xml'"),
         ({"response_format": {"type": "json_schema"}}, 400, "must be a JSON schema"),
         ({"response_format": SCHEMA}, 400, "uniqueItems"),
-        ({"structured_outputs": {"regex": "a("}}, 400, "unclosed group"),
         ({"tool_choice": "required"}, 400, "there are no tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, 400, "none of the tools"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools.0 must be a function"),
         ({"tools": [TOOL], "response_format": {"type": "json_object"}}, 400, "do not go together"),
         ({"modalities": ["audio"]}, 400, "returns only text"),
-        ({"seed": 1.5}, 400, "seed"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_invalid_chat_requests_are_refused(server, given, status, words, stream):
-    body = json.dumps({"messages": ASKED, "stream": stream} | given)
+def test_invalid_chat_requests_are_refused_before_a_stream_begins(server, given, status, words):
+    body = json.dumps({"messages": ASKED, "stream": True} | given)
     answer = httpx.post(f"{server.url}/chat/completions", content=body, headers=JSON)
     error = answer.json()["error"]
     assert answer.status_code == status and error.keys() == {"message", "type", "param", "code"}

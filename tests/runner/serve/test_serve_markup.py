@@ -26,6 +26,8 @@ CASES = [
     (Splitter(THINK), "<think>\nwhy\n</think>\n\nbecause", {REASONING: "why\n", CONTENT: "because"}),
     (Splitter(THINK, reasoning=True), "why</think>because", {REASONING: "why", CONTENT: "because"}),
     (Splitter(THINK, reasoning=True), "never ends", {REASONING: "never ends"}),
+    (Splitter(THINK), "<think>\nIs 1 < 2? </th", {REASONING: "Is 1 < 2? </th"}),
+    (Splitter(THINK), "<think>\n\n</think>\n\nYes. </thin", {CONTENT: "Yes. </thin"}),
     (Splitter(THINK), "a <think> that comes late", {CONTENT: "a <think> that comes late"}),
     (Splitter(THINK), "a < b", {CONTENT: "a < b"}),
     (Splitter(CHANNEL), "<|channel>thought\nwhy<channel|>because", {REASONING: "why", CONTENT: "because"}),
@@ -99,11 +101,10 @@ def test_tools_are_in_the_prompt_unless_tool_choice_is_none(with_template):
         assert dialogue._model.text.decode(prompt).startswith("seek") == shown
 
 
-def test_a_prompt_equals_the_rendered_template(with_template):
-    dialogue = with_template(CHAT)
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    turn = dialogue.turn([ChatMessage(role="system", content="s"), ChatMessage(role="user", content=parts)], {})
-    assert Model.encode(dialogue._model, "system: s\nuser: a\nb\n") == turn.prompt
+def test_text_that_cannot_become_a_mark_is_not_held_back():
+    splitter = Splitter(THINK)
+    shown = [[part.text for part in splitter.push(piece)] for piece in ("<think>Is 1 <", " 2? </", "think>It ", "is.")]
+    assert shown == [["Is 1 "], ["< 2? "], ["It "], ["is."]]
 
 
 def test_tool_calls_in_the_models_own_markup_are_parsed(with_template):

@@ -71,16 +71,6 @@ def test_ray_answers_equal_the_librarys_and_prompts_go_to_the_replica_with_their
                 assert details["cached_tokens"] >= len(alone.encode(begun)) - 2
 
 
-def test_other_endpoints_work_under_ray_as_without_it(client, url):
-    lines = client.post("/v1/completions", json={"prompt": FIRST, "max_tokens": 20, "stream": True}).text
-    assert lines.endswith("data: [DONE]\n\n") and lines.count("data: {") > 4
-    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
-    assert completion(client, [5, 6, 7])["usage"]["prompt_tokens"] == 3  # the router gets no text
-    assert client.post("/v1/completions", content=b"{").json()["error"]["type"] == "invalid_request_error"
-    assert httpx.get(f"{url}/v1/models").status_code == 401
-    assert "module" in httpx.get(f"{url}/").text and httpx.get(f"{url}/page.js").status_code == 200
-
-
 def test_a_client_that_disconnects_frees_its_replica(client):
     long = {"prompt": FIRST, "max_tokens": 900, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=long) as answer:
@@ -89,36 +79,6 @@ def test_a_client_that_disconnects_frees_its_replica(client):
     while 'finished_reason="abort"' not in client.get("/metrics").text:  # one replica or the other answers
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def test_a_killed_replica_is_restarted(client):
-    expected = completion(client, FIRST)["choices"][0]["text"]
-
-    def replicas() -> set[str]:
-        named = ray.util.list_named_actors(all_namespaces=True)
-        return {each["name"] for each in named if "eagle3-model" in each["name"]}
-
-    before = replicas()
-    assert len(before) == 2
-    killed = sorted(before)[0]
-    ray.kill(ray.get_actor(killed, namespace="serve"))
-    end = time.monotonic() + 60
-    while len(replicas() - {killed}) < 2:
-        assert completion(client, FIRST)["choices"][0]["text"] == expected  # by the other replica
-        assert time.monotonic() < end
-        time.sleep(0.2)
-    for number in range(6):
-        assert completion(client, FIRST)["choices"][0]["text"] == expected, number
-
-
-def test_invalid_ray_settings_are_refused(tmp_path):
-    from eagle3.runner.serve.ray import Settings, app
-
-    with pytest.raises(ValueError, match="extra_forbidden|Extra inputs"):
-        Settings(artifact="out", replica=2)
-    (tmp_path / "key").write_text("")
-    with pytest.raises(ValueError, match="has no key"):
-        app(Settings(artifact="out", api_key_file=str(tmp_path / "key")))
 
 
 PROMPTS = [{"prompt": f"def f{number}(", "max_new_tokens": 12} for number in range(40)]

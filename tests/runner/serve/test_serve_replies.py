@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 from chat_templates import FAMILIES, Family
-from scripted import ScriptedSession, scripted_metadata
+from scripted import scripted_metadata
 from served import serviced
 from starlette.requests import Request
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY, Metadata
+from eagle3.runner.hosts.session import TimedSession
 from eagle3.runner.model import Model
 from eagle3.runner.serve import chat
 from eagle3.runner.serve.calls import DIALECTS, read_calls, typed, types_of
@@ -100,6 +103,23 @@ class Scripted:
         return texts["reasoning_content"], texts["content"], calls, reason
 
 
+class Writing(TimedSession):
+    """A session whose target writes the script, whatever was before it, and whose draft is never right."""
+
+    has_decode, has_speculate = True, False
+
+    def __init__(self, metadata: Metadata, script: dict, end: int):
+        super().__init__(metadata)
+        self._script, self._end = script, end
+
+    def _call(self, name, tokens, *inputs):
+        ids, start = self._script["ids"], self._script["start"]
+        places = [position + 1 - start for position in inputs[-1].tolist()]
+        said = [ids[place] if 0 <= place < len(ids) and name != DRAFT_DECODE else self._end for place in places]
+        rows = len(said) if name == TARGET_VERIFY else 1
+        return torch.tensor([said[-rows:]]), torch.zeros(1, 1 if name == DRAFT_DECODE else len(said), 1)
+
+
 def byte_tokenizer(family: Family) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE({char: id for id, char in enumerate(bytes_to_unicode().values())}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -117,15 +137,9 @@ def scripted(family: Family, folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(family.template)
     end, size = tokenizer.token_to_id(family.end), tokenizer.get_vocab_size()
-
-    def greedy(prefix) -> int:
-        place = len(prefix) - script["start"]
-        return script["ids"][place] if 0 <= place < len(script["ids"]) else end
-
     metadata = scripted_metadata(max_seq_len=4096, max_prefill=256, chain_len=1, eos_ids=(end,))
-    metadata = replace(metadata, vocab_size=size, draft_vocab_size=size)
-    session = ScriptedSession(metadata, greedy, lambda _: end)
-    with serviced([Model(metadata, lambda: session, folder)], folder) as service:
+    session = Writing(replace(metadata, vocab_size=size, draft_vocab_size=size), script, end)
+    with serviced([Model(session.metadata, lambda: session, folder)], folder) as service:
         yield Scripted(service, tokenizer, script)
 
 
@@ -195,28 +209,23 @@ FORMS = [
      [("g", {"x": True})]),
     ("gemma", "<|tool_call>call:f{city:Oslo,n:3,b-c:null}<tool_call|>", [("f", {"city": "Oslo", "n": 3, "b-c": None})]),
     ("llama", '{"name": "f", "parameters": {"city": "Oslo"}}\n{"name": "g", "parameters": null}', [*OSLO, ("g", {})]),
+    ("llama", '<|python_tag|>{"name": "f", "parameters": {"city": "Oslo"}}; {"type": "function", "name": "g"}',
+     [*OSLO, ("g", {})]),
+    ("llama", '{"name": "Ann", "age": 3}', []),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("dialect", "text", "calls"), FORMS)
-def test_the_forms_in_which_models_write_calls_are_read(dialect, text, calls):
+def test_the_forms_in_which_models_write_calls_are_read_and_a_cut_or_unknown_call_stays_whole(dialect, text, calls):
     assert any(mark in text for mark in DIALECTS[dialect].marks)
-    found, rest = read_calls(dialect, text, SCHEMAS)
-    assert [(name, json.loads(given)) for name, given in found] == calls and rest == ""
-
-
-@pytest.mark.parametrize(("dialect", "text", "calls"), FORMS)
-def test_a_call_that_is_cut_or_unknown_stays_whole_as_text(dialect, text, calls):
-    for end in range(1, len(text)):
+    for end in range(1, len(text) + 1):
         found, rest = read_calls(dialect, text[:end], SCHEMAS)
         assert [(name, json.loads(given)) for name, given in found] == calls[: len(found)]
         assert found or rest == text[:end]
+    assert len(found) == len(calls) and (rest == "") == bool(calls)
     assert read_calls(dialect, text, {"other": {}}) == ([], text)
-
-
-def test_text_after_calls_is_kept():
-    text = '<tool_call>{"name": "g", "arguments": {}}</tool_call>\nDone.'
-    assert read_calls("hermes", text, SCHEMAS) == ([("g", "{}")], "Done.")
+    if text.endswith("</tool_call>"):
+        assert read_calls(dialect, text + "\nDone.", SCHEMAS)[1] == "Done."
 
 
 ROOT = {"$defs": {"a/b": {"enum": ["x", None]}, "loop": {"$ref": "#/$defs/loop"}, "n": {"allOf": [{"type": "number"}]}}}

@@ -40,10 +40,13 @@ def rendered(template: str, history: list[dict], folder) -> str:
         (CONCATENATED, 'call {"a": 1}'),
         (MAPPING, "a=1"),
         ("{% for m in messages %}{{ '|' + m.content }}{% endfor %}", "|x|"),
+        ("{% for m in messages %}{{ m.role }} {% endfor %}", "system user "),
+        ("{# developer #}{% for m in messages %}{{ m.role }} {% endfor %}", "developer user "),
     ],
 )
 def test_a_history_is_converted_to_the_form_of_the_template(template, says, tmp_path):
-    assert rendered(template, HISTORY, tmp_path) == says
+    history = [{"role": "developer", "content": "y"}, HISTORY[0]] if "m.role" in template else HISTORY
+    assert rendered(template, history, tmp_path) == says
 
 
 def test_the_shipped_template_accepts_a_turn_of_tool_calls_without_content(tmp_path):
@@ -63,25 +66,14 @@ TWO_PARTS = [{"type": "text", "text": "Open "}, {"type": "input_text", "text": "
         (PARTS, "<system>Open a file.<user>Open a file."),
         ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
          "<system>Open \na file.<user>Open \na file."),
-        ("{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}{% endfor %}",
-         '<system>"Open \\na file."<user>"Open \\na file."'),
-        ("{% for m in messages %}<{{ m.role }}>{{ m.content[0].text }}{% endfor %}", None),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content[0].text }}{% endfor %}", "<system><user>"),  # no text
         ("<system>{{ messages[0].content + '!' }}" + PARTS.replace("in messages", "in messages[1:]"),
          "<system>Open \na file.!<user>Open a file."),
     ],
 )  # fmt: skip
 def test_parts_reach_a_template_that_takes_them_and_are_joined_for_others(template, says, tmp_path):
     history = [{"role": role, "content": TWO_PARTS} for role in ("system", "user")]
-    if says is not None:
-        assert rendered(template, history, tmp_path) == says
-        return
-    assert rendered(template, history, tmp_path) == "<system><user>"  # which has no text of a joined content
-
-
-def test_parts_are_rendered_as_transformers_renders_them(tmp_path):
-    found = rendered(PARTS, [{"role": "user", "content": TWO_PARTS[:1] * 2}], tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert found == tokenizer.apply_chat_template([{"role": "user", "content": TWO_PARTS[:1] * 2}], tokenize=False)
+    assert rendered(template, history, tmp_path) == says
 
 
 THINKS = "{%% for m in messages %%}<{{ m.role }}>{%% if m.%s %%}({{ m.%s }}){%% endif %%}{{ m.content }}{%% endfor %%}"
@@ -123,16 +115,6 @@ def test_instructions_and_later_system_messages_fit_a_strict_template(tmp_path):
     assert prompt([told, asked, told])[0] == "<system>Be brief.\n\nRules.\n\nRules.<user>go"
     found = prompt([asked, thought, call, call])[1][-1]
     assert (found.reasoning_content, found.content, len(found.tool_calls)) == ("Look.", None, 2)
-
-
-ROLES = "{% for m in messages %}{{ m.role }} {% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "says"), [(ROLES, "system user "), ("{# developer #}" + ROLES, "developer user ")]
-)
-def test_the_server_renders_a_developer_message_as_system_if_the_template_lacks_that_role(template, says, tmp_path):
-    assert rendered(template, [{"role": "developer", "content": "y"}, HISTORY[0]], tmp_path) == says
 
 
 def test_the_logprobs_of_a_partial_character_have_its_bytes(tmp_path):

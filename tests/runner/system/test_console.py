@@ -63,15 +63,8 @@ def test_a_closed_stdout_is_reported_in_one_line_before_any_work(tmp_path):
     assert run_through_shell("<&- >&- 2>&-", SMALL, tmp_path / "file").returncode == 1
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"PYTHONIOENCODING": "ascii"},
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-    ],
-    ids=["PYTHONIOENCODING", "locale"],
-)
-def test_a_character_that_the_terminal_lacks_is_escaped(environment, tmp_path):
+def test_a_character_that_the_terminal_lacks_is_escaped(tmp_path):
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = run_through_shell("", SMALL, tmp_path / "fails", **environment)
     escaped = TEXT.encode("ascii", "backslashreplace")
     assert done.returncode == 1
@@ -135,9 +128,8 @@ def test_the_runner_prints_all_text_escaped_and_without_a_stderr(artifact):
 # --- prompts
 
 
-@pytest.mark.parametrize("chat", [(), ("--chat",)], ids=["plain", "chat"])
-def test_a_prompt_that_is_not_utf8_is_refused_with_the_byte_and_its_place(chat):
-    done = run_through_shell("", RUN, "nowhere", "--prompt", b"abc\xff", *chat)
+def test_a_prompt_that_is_not_utf8_is_refused_with_the_byte_and_its_place():
+    done = run_through_shell("", RUN, "nowhere", "--prompt", b"abc\xff", "--chat")
     assert (done.returncode, done.stdout) == (2, b"")
     (line,) = done.stderr.decode().splitlines()
     assert line.startswith("Error: ") and "--prompt" in line and "0xff in position 3" in line

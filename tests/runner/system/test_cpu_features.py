@@ -41,11 +41,7 @@ def test_a_command_names_the_cpu_features_that_a_package_lacks(machine, cpuinfo,
     machine(cpuinfo, package)
     code, line = fail_command(run_main, *RUN)
     assert (code, said in line, package in line) == (1, True, True)
-
-
-def test_the_library_names_the_cpu_features_that_a_package_lacks(machine):
-    machine(KVM64, "numpy")
-    with pytest.raises(ValueError, match="no ssse3"):
+    with pytest.raises(ValueError, match=said.split(",")[0]):
         load(Path("no-artifact"))
 
 
@@ -55,9 +51,8 @@ def test_a_processor_with_all_features_needs_no_trial_import(machine, cpuinfo, p
     assert "no-artifact is missing" in fail_command(run_main, *RUN)[1]
 
 
-@pytest.mark.parametrize("cpuinfo", [KVM64, CORTEX_A72])
-def test_packages_built_without_the_features_are_not_refused(machine, cpuinfo):
-    machine(cpuinfo)
+def test_packages_built_without_the_features_are_not_refused(machine):
+    machine(KVM64)
     assert "no-artifact is missing" in fail_command(run_main, *RUN)[1]
 
 

@@ -58,11 +58,6 @@ def test_a_developer_message_becomes_a_system_message_if_the_template_lacks_that
     assert text.decode(ids) == f"{role}:Be brief.;user:x;" and asked[0]["role"] == "developer"
 
 
-def test_the_shipped_template_renders_a_developer_message_like_a_system_message(text):
-    developer = [{**TURNS[0], "role": "developer"}, *TURNS[1:]]
-    assert TURNS[0]["role"] == "system" and text.encode_messages(developer) == text.encode_messages(TURNS)
-
-
 def test_the_next_turn_continues_the_tokens_of_the_answer(text):
     answer = text.tokenizer.encode('("opened")\n<eos>', add_special_tokens=False).ids
     before = text.encode_messages(TURNS[:2]) + answer
@@ -74,12 +69,6 @@ def test_an_answer_of_the_shipped_model_ends_with_an_end_token(artifact, session
     answered = complete(session, text.encode_messages([{"role": "user", "content": "Open a file and read its lines."}]))
     assert answered.finish_reason == STOP
     assert text.decode(answered.token_ids).startswith('("Can\'t read from a file")')
-
-
-def test_the_tokenizer_is_loaded_once(text, monkeypatch):
-    text.encode_messages(TURNS)
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
-    assert text.encode_messages(TURNS)
 
 
 @pytest.mark.parametrize(

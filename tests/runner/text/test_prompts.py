@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from eagle3.runner.system.text_input import read_text
-from eagle3.runner.text.prompts import OPTIONS, Prompt, read_prompts
+from eagle3.runner.text.prompts import Prompt, read_prompts
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -57,11 +57,6 @@ def test_every_known_format_of_prompts_is_read_with_options(file, entry, prompt)
     assert with_options == replace(prompt, line=2, options=options)
 
 
-def test_every_option_of_a_prompt_line_is_a_field_of_options(file):
-    file.write_text(json.dumps({"prompt": "a"} | dict.fromkeys(OPTIONS)))
-    assert read_prompts(file)[0].options == dict.fromkeys(OPTIONS)
-
-
 def test_blank_lines_byte_order_marks_and_other_line_ends_are_ignored(file):
     file.write_bytes('\ufeff\r\n{"prompt": "a\u2028b\x85"}\r\n \t\n{"prompt": "\u00e9"}'.encode())
     assert read_prompts(file) == [Prompt(2, text="a\u2028b\x85"), Prompt(4, text="é")]
@@ -72,12 +67,6 @@ def test_prompts_and_a_single_prompt_are_read_from_stdin(monkeypatch):
     assert read_prompts(None) == [Prompt(1, text="é")]
     set_stdin(monkeypatch, "\ufeffé\r\nb".encode())
     assert read_text(None) == "é\nb"
-
-
-def test_the_first_turn_of_a_prompt_is_unchanged():
-    assert Prompt(1, tokens=[5]).first_turn == [5]
-    assert Prompt(1, text="a", further_turns=("b",)).first_turn == "a"
-    assert Prompt(1, messages=MESSAGES).first_turn == MESSAGES
 
 
 # --- refused prompts

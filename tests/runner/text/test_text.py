@@ -46,25 +46,15 @@ def texts(text, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
-@pytest.mark.parametrize("size", [1, 2, 3, 50])
-def test_the_pieces_of_a_text_join_to_the_whole(text, sample, size):
-    ids, stream = text.encode(sample), TextStream(text)
-    pieces = [stream.push(ids[start : start + size]) for start in range(0, len(ids), size)] + [stream.finish()]
-    assert "".join(pieces) == sample
-    assert not any("\ufffd" in piece for piece in pieces)
+def test_no_piece_of_a_text_has_a_partial_character(text):
+    for sample in SAMPLES:
+        stream = TextStream(text)
+        pieces = [stream.push([token]) for token in text.encode(sample)] + [stream.finish()]
+        assert "".join(pieces) == sample and not any("\ufffd" in piece for piece in pieces)
 
 
 def test_an_encoded_prompt_begins_with_bos(text):
     assert text.encode("x")[0] == 2
-
-
-def test_a_text_that_ends_within_a_character_keeps_the_text_before_it(text):
-    ids = text.encode("x = 1  # na\u00efve \U0001f40d")[:-1]
-    stream = TextStream(text)
-    shown = "".join(stream.push([token]) for token in ids)
-    assert shown == "x = 1  # na\u00efve "
-    assert shown + stream.finish() == text.decode(ids)
 
 
 # --- against the plain definition
@@ -89,7 +79,7 @@ def streamed(text: Text, parts: list[list[int]], stops: list[str]) -> tuple[str,
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["shipped", *SENTENCEPIECE])
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_text_stream_equals_decoding_at_once_cut_at_the_first_stop_string(name, texts, data):
     text, pool = texts[name]
