@@ -45,11 +45,11 @@ def _show(found: dict[str, Fit]) -> None:
     """Print a table of each head's readings and its lines. Several heads are first listed in one table."""
     if len(found) > 1:
         ordered = sorted(found.items(), key=lambda each: -each[1].best.expected.length)
-        rows = [(name, fit.verdict, *_reading(fit, fit.best)) for name, fit in ordered]
+        heads = ((name, fit.verdict, *_reading(fit, fit.best)) for name, fit in ordered)
         columns = ("head", "verdict", "reading", *FIGURES)
-        show_tables("heads of one target", [table("Heads", columns, rows, numbers=FIGURES)])
+        show_tables("heads of one target", [table("Heads", columns, heads, numbers=FIGURES)])
     for name, fit in found.items():
-        rows = [(*_reading(fit, each), "*" if each is fit.best else "") for each in fit.ordered]
+        rows = ((*_reading(fit, each), "*" if each is fit.best else "") for each in fit.ordered)
         title = f"Readings ({fit.facts['text']})"
         show_tables(name, [table(title, ("reading", *FIGURES, "best"), rows, numbers=FIGURES)])
         for line in fit.lines():

@@ -125,8 +125,8 @@ def best_chain_len(plan: Plan, rates: Sequence[float]) -> int:
         return 1
     backend, head = BACKENDS[plan.config.backend], plan.draft.headers.items()
     target = sum(each.elements for each in plan.target_headers.values()) * SHARES.get(plan.qlinear, 1.0)
-    draft = sum(each.elements for name, each in head if not name.startswith("embed_tokens"))
-    draft *= SHARES.get(plan.draft_qlinear, 1.0)
+    multiplied = sum(each.elements for name, each in head if not name.startswith("embed_tokens"))
+    draft = multiplied * SHARES.get(plan.draft_qlinear, 1.0)
     rounds = Rounds(rates, {TARGET_VERIFY: target, TWO_ROWS: target, DRAFT_STEP: draft}, plan.proposals)
     most = min(backend.fast_rows.get(plan.qlinear, backend.window_rows[0]) - 1, plan.draft.longest_chain or 15)
     return max(range(1, max(most, 1) + 1), key=rounds.gain)

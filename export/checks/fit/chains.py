@@ -33,7 +33,7 @@ class Chains(EagerAttention):
         self.anchors: list[Tensor] = []
         self.kept: tuple[Tensor, ...] = ()
 
-    def rows(self, input_pos: Tensor, _block: Block | None = None) -> tuple[Tensor, Tensor]:
+    def rows(self, input_pos: Tensor, block: Block | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         step, anchors = self.pieces.step, self.pieces.anchors
         if step == 0 or anchors is None:
             anchors = torch.arange(len(input_pos))
@@ -42,7 +42,7 @@ class Chains(EagerAttention):
         visible = (distance >= 0) & (distance + step < (self.window or math.inf))
         return input_pos, torch.cat([visible, *(anchors[:, None] == each for each in self.anchors[1:])], 1)[None, None]
 
-    def written(self, _input_pos: Tensor, key: Any, value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def written(self, input_pos: Tensor, key: Any, value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401, ARG002
         before = self.kept if self.pieces.step else (key[:, :0], value[:, :0])
         self.kept = tuple(torch.cat(each, 1) for each in zip(before, (key, value), strict=True))
         return tuple(each.transpose(1, 2) for each in self.kept)
@@ -56,15 +56,15 @@ class Blocks(EagerAttention):
         nn.Module.__init__(self)
         self.context: tuple[Tensor, ...] = ()
 
-    def write(self, key: Tensor, value: Tensor, _rows: object) -> None:
+    def write(self, key: Tensor, value: Tensor, rows: object) -> None:  # noqa: ARG002
         """Keep ``key`` and ``value`` [1, T, kv_heads, head_dim] of the context, at positions 0, 1, 2, ..."""
         self.context = key, value
 
-    def written(self, _input_pos: Tensor, key: Any, value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def written(self, input_pos: Tensor, key: Any, value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401, ARG002
         both = zip(self.context, (key, value), strict=True)
         return tuple(torch.cat((text.expand(len(own), -1, -1, -1), own), 1).transpose(1, 2) for text, own in both)
 
-    def forward(self, query: Tensor, key: Any, value: Any, rows: Any, scale: float, **given: Any) -> Tensor:  # noqa: ANN401
+    def forward(self, query: Tensor, key: Any, value: Any, rows: Any, *given: Any, **named: Any) -> Tensor:  # noqa: ANN401
         """Map query [A, B, heads, head_dim], key and value [A, B, kv_heads, head_dim] to [A, B, heads, head_dim]."""
         positions, block = rows
         first, last = (torch.stack(each)[..., None] for each in zip(*map(block.bounds, positions), strict=True))
@@ -72,7 +72,7 @@ class Blocks(EagerAttention):
         text = text.masked_fill(text >= positions[:, :1], -1)  # the block stands there
         at = torch.cat((text, positions), 1)[:, None]
         visible = (at >= first) & (at <= last)
-        return super().forward(query, key, value, (positions, visible[:, None]), scale, **given)
+        return super().forward(query, key, value, (positions, visible[:, None]), *given, **named)
 
 
 class HeldTensors(NoFiles):

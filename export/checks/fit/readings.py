@@ -153,7 +153,7 @@ class Search:
         """Run a reading. Expect of it the rounds of a text that the target wrote; of another text, what the chains
         behind every token are."""
         trial = self.trials.run(reading, self.length)
-        counted = trial.rounds() if self.trials.over.written else slice(None)
+        counted: Any = trial.rounds() if self.trials.over.written else slice(None)
         return Tried(reading, changes, trial, expected(trial.hits[counted], trial.known[counted]))
 
     def _works(self, tried: Tried) -> bool:

@@ -77,7 +77,7 @@ def why_not_measured(plan: Plan, asked: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the target computed of one text of T tokens.
+    """The states and tokens that the target computed of one text of T tokens.
 
     ``greedy``, int64 [T], is its greedy token after each token. ``states``, each [1, T, H], are the inputs of layers
     and the last layer's output, as in transformers' ``hidden_states``, and ``final`` is the state after the final norm.
