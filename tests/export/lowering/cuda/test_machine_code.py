@@ -17,7 +17,7 @@ from gpu_work import cache_reads, products
 from machine_code.libraries import cuda_kernels
 from machine_code.ptx import Load, loads
 from machine_code.sass import disassembler, parse, read_codes
-from places import HELPERS
+from places import GPU_STAND_IN
 from triton import Config
 
 from eagle3.export.lowering.cuda.named_gpu import configurations
@@ -142,7 +142,7 @@ def test_loads_that_never_execute_or_have_loaded_addresses_are_left_out():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
 def test_a_cache_that_a_method_only_reads_is_not_counted_as_a_weight():
     """The test runs in a process of its own, since it compiles attention before other tests compute with it."""
-    done = subprocess.run([sys.executable, HELPERS / "reads_alone.py"], stdout=subprocess.PIPE, check=True)
+    done = subprocess.run([sys.executable, GPU_STAND_IN / "reads_alone.py"], stdout=subprocess.PIPE, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     reads = [entry for entry in found["launches"] if cache_reads(entry["constants"], 1)]
     assert reads and all(entry["constants"]["SLOTS"] == found["slots"] for entry in reads)

@@ -1,8 +1,8 @@
 """Runs code with a fault, a few lines each, and prints the stand-in's error for each. A GPU would report less, or
 nothing.
 
-python tests/helpers/stand_in_faults.py            JSON: maps each fault to the error raised, "" for none
-python tests/helpers/stand_in_faults.py NAME       runs a fault that ends the process
+python tests/gpu_stand_in/stand_in_faults.py            JSON: maps each fault to the error raised, "" for none
+python tests/gpu_stand_in/stand_in_faults.py NAME       runs a fault that ends the process
 """
 
 import os

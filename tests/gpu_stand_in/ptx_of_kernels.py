@@ -1,6 +1,6 @@
 """Compiles this package's kernels, or copies with a fault, to PTX for any architecture without a GPU.
 
-python tests/helpers/ptx_of_kernels.py
+python tests/gpu_stand_in/ptx_of_kernels.py
 """
 
 import sys

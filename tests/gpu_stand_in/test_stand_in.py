@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from places import HELPERS
+from places import GPU_STAND_IN
 
 FAULTS = {
     # memory
@@ -75,7 +75,7 @@ RIGHT = (
     "right_across_streams",
     "right_at_131072_slots",
 )
-SCRIPT = HELPERS / "stand_in_faults.py"
+SCRIPT = GPU_STAND_IN / "stand_in_faults.py"
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 

@@ -3,7 +3,7 @@ failing calls.
 
 Launches are checked and compute nothing, so that a round takes milliseconds.
 
-    python tests/helpers/stand_in_sessions.py ARTIFACT [MOST]      JSON; MOST: failures of each call, default 12
+    python tests/gpu_stand_in/stand_in_sessions.py ARTIFACT [MOST]      JSON; MOST: failures of each call, default 12
 """
 
 import os

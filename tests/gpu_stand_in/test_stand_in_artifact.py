@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from places import HELPERS
+from places import GPU_STAND_IN
 
 FAULTS = {
     "stale_slot_attended_to": "output 1 of draft_decode is not finite: it read memory that nothing wrote",
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 
 def run(name: str, *arguments: object) -> dict:
-    command = [sys.executable, HELPERS / name, *map(str, arguments)]
+    command = [sys.executable, GPU_STAND_IN / name, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -1,8 +1,8 @@
 """Puts faults into gemma4-tiny's CUDA artifact, its kernels and the runner, one at a time, and prints the error of
 each.
 
-python tests/helpers/stand_in_artifact_faults.py ARTIFACT        JSON: maps each fault to the error raised, "" for none
-python tests/helpers/stand_in_artifact_faults.py ARTIFACT early  the same for faults of launches that begin early
+python tests/gpu_stand_in/stand_in_artifact_faults.py ARTIFACT        JSON: the error of each fault, "" for none
+python tests/gpu_stand_in/stand_in_artifact_faults.py ARTIFACT early  the same for faults of launches that begin early
 """
 
 import os
