@@ -1,7 +1,7 @@
-"""Puts faults into gemma4-tiny's CUDA artifact, its kernels and the runner, one at a time, and prints the error of
-each.
+"""Puts faults into gemma4-tiny's CUDA artifact, its kernels and the runner, one at a time, and prints what is said.
 
-python tests/gpu_stand_in/stand_in_artifact_faults.py ARTIFACT        JSON: the error of each fault, "" for none
+python tests/gpu_stand_in/stand_in_artifact_faults.py ARTIFACT        JSON: maps each fault to the error expected and
+                                                                      the one raised
 python tests/gpu_stand_in/stand_in_artifact_faults.py ARTIFACT early  the same for faults of launches that begin early
 """
 
@@ -11,8 +11,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,98 +26,44 @@ from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
 from eagle3.runner.hosts import torch_host, torch_host_checks
 from eagle3.runner.hosts.torch_host import TorchSession
 
-FAULTS: dict[str, Callable[[Sessions], None]] = {}
-EARLY_FAULTS: dict[str, Callable[[Sessions], None]] = {}
-
-
-def fault(function: Callable[[Sessions], None]) -> Callable[[Sessions], None]:
-    FAULTS[function.__name__] = function
-    return function
-
-
-def early_fault(function: Callable[[Sessions], None]) -> Callable[[Sessions], None]:
-    EARLY_FAULTS[function.__name__] = function
-    return function
+Fault = Callable[[Sessions], object]
 
 
 def opened(sessions: Sessions, **options) -> TorchSession:
     return looked_at(sessions.machine.open(sessions.artifact, **options))
 
 
-def draft(sessions: Sessions, session: TorchSession) -> None:
+def draft(sessions: Sessions, session: TorchSession | None = None) -> None:
     """Run a draft step of one row at position 0."""
+    session = session or opened(sessions, graphs=False)
     feature = torch.ones(1, 1, sessions.feature_width(), dtype=torch.bfloat16)
     session._call(DRAFT_DECODE, torch.ones(1, 1, dtype=torch.long), feature, session.positions[:1])
 
 
-def verify(sessions: Sessions, session: TorchSession) -> None:
+def verify(sessions: Sessions) -> None:
     """Verify a window of two rows from position 0 on."""
+    session = opened(sessions, graphs=False)
     session._call(TARGET_VERIFY, torch.ones(1, 2, dtype=torch.long), session.positions[:2])
 
 
-@contextmanager
-def computing(sessions: Sessions) -> Iterator[None]:
-    sessions.machine.kernels.computes = True
-    try:
-        yield
-    finally:
-        sessions.machine.kernels.computes = False
+def written(kernel: str, before: str, after: str, call: Fault = draft) -> Fault:
+    """Return a call that computes, with another text in the kernels whose name contains ``kernel``."""
+
+    def run(sessions: Sessions) -> None:
+        known = sessions.machine.kernels.kernels
+        found = [each for each in known if kernel in each.name and before in each.source]
+        assert found, f"no kernel {kernel} has {before}"
+        with ExitStack() as stack:
+            for each in found:
+                each.__dict__.pop("function", None)
+                stack.callback(each.__dict__.pop, "function", None)
+                stack.enter_context(patch.object(each, "source", each.source.replace(before, after)))
+            stack.enter_context(patch.object(sessions.machine.kernels, "computes", True))
+            call(sessions)
+
+    return run
 
 
-@contextmanager
-def written(sessions: Sessions, name: str, before: str, after: str) -> Iterator[None]:
-    """Replace a line in the kernels whose name contains ``name``."""
-    kernels = [kernel for kernel in sessions.machine.kernels.kernels if name in kernel.name and before in kernel.source]
-    assert kernels, f"no kernel {name} has {before}"
-    sources = [kernel.source for kernel in kernels]
-
-    def write(source: str, kernel) -> None:
-        kernel.source = source
-        kernel.__dict__.pop("function", None)
-
-    for kernel in kernels:
-        write(kernel.source.replace(before, after), kernel)
-    try:
-        yield
-    finally:
-        for kernel, source in zip(kernels, sources, strict=True):
-            write(source, kernel)
-
-
-@fault
-def right(sessions: Sessions) -> None:
-    with computing(sessions):
-        session = opened(sessions, graphs=False)
-        draft(sessions, session)
-        session.close()
-
-
-# --- kernels
-
-
-@fault
-def stale_slot_attended_to(sessions: Sessions) -> None:
-    with computing(sessions), written(sessions, "attention", "<= last[:, None])", "<= last[:, None] + 1)"):
-        draft(sessions, opened(sessions, graphs=False))
-
-
-@fault
-def counter_not_set_back(sessions: Sessions) -> None:
-    with computing(sessions), written(sessions, "small_m", "tl.store(counter, 0", "tl.store(counter, 1"):
-        draft(sessions, opened(sessions, graphs=False))
-
-
-@fault
-def row_beyond_the_last_is_read(sessions: Sessions) -> None:
-    clamped = "row = tl.minimum(packed // GROUPS, rows - 1)"
-    with computing(sessions), written(sessions, "attention", clamped, "row = packed"):
-        draft(sessions, opened(sessions, graphs=False))
-
-
-# --- the runner
-
-
-@fault
 def constant_on_the_host(sessions: Sessions) -> None:
     place = torch_host._place
 
@@ -129,7 +75,6 @@ def constant_on_the_host(sessions: Sessions) -> None:
         opened(sessions)
 
 
-@fault
 def inputs_of_a_graph_freed(sessions: Sessions) -> None:
     session = sessions.machine.open(sessions.artifact)
     for _ in range(4):
@@ -140,7 +85,6 @@ def inputs_of_a_graph_freed(sessions: Sessions) -> None:
     torch.cuda.synchronize()
 
 
-@fault
 def ids_read_before_they_are_there(sessions: Sessions) -> None:
     written_late = []  # the copies must not write into memory that Python has freed
 
@@ -152,12 +96,11 @@ def ids_read_before_they_are_there(sessions: Sessions) -> None:
 
     with patch.object(torch.Tensor, "cpu", early):
         try:
-            draft(sessions, opened(sessions, graphs=False))
+            draft(sessions)
         finally:
             torch.cuda.synchronize()
 
 
-@fault
 def storages_freed_before_the_methods(sessions: Sessions) -> None:
     session = opened(sessions, graphs=False)
     draft_only = session._methods[DRAFT_DECODE]
@@ -166,117 +109,114 @@ def storages_freed_before_the_methods(sessions: Sessions) -> None:
     draft(sessions, session)
 
 
-# --- the device
+def on(device: Device, call: Fault = draft, checked: bool = False) -> Fault:
+    """Return a call on another device, whose architecture the runner does not check."""
+
+    def run(sessions: Sessions) -> None:
+        sessions.machine.device.become(device)
+        unchecked = patch.object(torch_host_checks, "check_architectures", lambda *given: None)
+        with ExitStack() as stack:
+            if not checked:
+                stack.enter_context(unchecked)
+            call(sessions)
+
+    return run
 
 
-@fault
-def artifact_of_another_architecture(sessions: Sessions) -> None:
-    sessions.machine.device.become(A100)
-    opened(sessions)
+FAULTS: dict[str, tuple[str, Fault]] = {
+    "right": ("", written("attention", "<= last", "<= last")),
+    "stale slot attended to": (
+        "output 1 of draft_decode is not finite: it read memory that nothing wrote",
+        written("attention", "<= last[:, None])", "<= last[:, None] + 1)"),
+    ),
+    "counter not set back": (
+        "small_m_kernel: the counters in argument ARRIVED are not zero after the launch",
+        written("small_m", "tl.store(counter, 0", "tl.store(counter, 1"),
+    ),
+    "row beyond the last is read": (
+        "_attention_kernel: reads 8 bytes .*byte 8 of argument FIRST, byte 8 of 8",
+        written("attention", "row = tl.minimum(packed // GROUPS, rows - 1)", "row = packed"),
+    ),
+    "constant on the host": (
+        "constant '.*norm.*' is on device type 0 but expected device type 1", constant_on_the_host,
+    ),
+    "inputs of a graph freed": ("argument in_ptr0 is 0x.*: byte 0 of 32, which is free", inputs_of_a_graph_freed),
+    "ids read before they are there": (
+        r"ids \[-1\] of 2048: the host read them before they were there", ids_read_before_they_are_there,
+    ),
+    "storages freed before the methods": (
+        "illegal memory access .*argument .* is 0x0", storages_freed_before_the_methods,
+    ),
+    "artifact of another architecture": (
+        "the GPU is sm_80, kernel .* is made for SASS sm_90", on(A100, opened, checked=True),
+    ),
+    "module of another architecture": ("no kernel image is available .*the device is sm_80", on(A100)),
+    "too little shared memory": ("bytes of shared memory", on(Device(90, 32 << 10))),
+    "too little memory": (
+        "out of memory|too little GPU memory", on(H100._replace(total=8 << 20), opened, checked=True),
+    ),
+}  # fmt: skip
+"""The expected message, a regular expression, and what has the fault, by name; no message is expected of right code."""
+
+WAIT, RECORDS, BF16 = "tl.extra.cuda.gdc_wait()", "int4_records_small_m", "_bf16_small_m"
+BEFORE = "before it waits for the launches before it"
+PAST = r"asks L2 for .* bytes at .*, byte (\d+) of \1 of"  # at the end of a tensor
+OF_RECORDS, OF_BF16 = "int4_records_small_m_kernel: ", "_bf16_small_m_kernel: "
 
 
-@fault
-def module_of_another_architecture(sessions: Sessions) -> None:
-    sessions.machine.device.become(A100)
-    with patch.object(torch_host_checks, "check_architectures", lambda *given: None):
-        draft(sessions, opened(sessions, graphs=False))
+def early(kernel: str, more: str, call: Fault = draft) -> Fault:
+    """Return a call with ``more`` in place of a kernel's wait, or before it."""
+    return written(kernel, WAIT, more if more == "pass" else f"{more}; {WAIT}", call)
 
 
-@fault
-def too_little_shared_memory(sessions: Sessions) -> None:
-    sessions.machine.device.become(Device(90, 32 << 10))
-    with patch.object(torch_host_checks, "check_architectures", lambda *given: None):
-        draft(sessions, opened(sessions, graphs=False))
+EARLY_FAULTS: dict[str, tuple[str, Fault]] = {
+    "right, with a weight loaded before the wait": ("", early(BF16, "tl.load(W + w_at)")),
+    "records without a wait": (f"{OF_RECORDS}reads byte .* of argument X, .* {BEFORE}", early(RECORDS, "pass", verify)),
+    "bfloat16 without a wait": (f"{OF_BF16}reads byte .* of argument X, .* {BEFORE}", early(BF16, "pass")),
+    "Inductor's kernel without a wait": (f"triton_.*: (reads|writes) byte .* {BEFORE}", early("triton_", "pass")),
+    "records load their input before the wait": (
+        f"{OF_RECORDS}reads byte .* argument X, .* {BEFORE}", early(RECORDS, "tl.load(X + x_at)", verify),
+    ),
+    "bfloat16 loads its input before the wait": (
+        f"{OF_BF16}reads byte .* argument X, .* {BEFORE}",
+        early(BF16, "tl.load(X + x_at, mask=m[None, None, :] < M, other=0)"),
+    ),
+    "bfloat16 counts before the wait": (
+        f"{OF_BF16}changes byte 0 of argument ARRIVED, .* {BEFORE}", early(BF16, "tl.atomic_add(ARRIVED, 0)"),
+    ),
+    "bfloat16 asks for its input before the wait": (
+        f"{OF_BF16}asks L2 for .* argument X, .* {BEFORE}", early(BF16, "ask_l2(X, 16)"),
+    ),
+    "bfloat16 asks past the end of its weight": (
+        f"{OF_BF16}{PAST} speculator.draft", written(BF16, "tl.minimum(each // 2, N - 1 - n0)", "(each // 2 + 1)"),
+    ),
+    "records ask for the next weight past its end": (
+        f"{OF_RECORDS}{PAST} speculator.target",
+        written(RECORDS, "pid.to(tl.uint64) * OF_NEXT", "(pid.to(tl.uint64) + 1) * OF_NEXT", verify),
+    ),
+}  # fmt: skip
 
 
-@fault
-def too_little_memory(sessions: Sessions) -> None:
-    sessions.machine.device.become(H100._replace(total=8 << 20))
-    opened(sessions)
-
-
-# --- launches that begin early
-
-WAIT = "tl.extra.cuda.gdc_wait()"
-RECORDS, BF16 = "int4_records_small_m", "_bf16_small_m"
-
-
-def with_early_fault(sessions: Sessions, call: Callable, name: str, before: str, after: str) -> None:
-    with computing(sessions), written(sessions, name, before, after):
-        call(sessions, opened(sessions, graphs=False))
-
-
-@early_fault
-def records_without_a_wait(sessions: Sessions) -> None:
-    with_early_fault(sessions, verify, RECORDS, WAIT, "pass")
-
-
-@early_fault
-def bfloat16_without_a_wait(sessions: Sessions) -> None:
-    with_early_fault(sessions, draft, BF16, WAIT, "pass")
-
-
-@early_fault
-def inductors_kernel_without_a_wait(sessions: Sessions) -> None:
-    with_early_fault(sessions, draft, "triton_", WAIT, "pass")
-
-
-@early_fault
-def records_load_their_input_before_the_wait(sessions: Sessions) -> None:
-    with_early_fault(sessions, verify, RECORDS, WAIT, f"tl.load(X + x_at); {WAIT}")
-
-
-@early_fault
-def bfloat16_loads_its_input_before_the_wait(sessions: Sessions) -> None:
-    with_early_fault(sessions, draft, BF16, WAIT, f"tl.load(X + x_at, mask=m[None, None, :] < M, other=0); {WAIT}")
-
-
-@early_fault
-def bfloat16_counts_before_the_wait(sessions: Sessions) -> None:
-    with_early_fault(sessions, draft, BF16, WAIT, f"tl.atomic_add(ARRIVED, 0); {WAIT}")
-
-
-@early_fault
-def bfloat16_asks_for_its_input_before_the_wait(sessions: Sessions) -> None:
-    with_early_fault(sessions, draft, BF16, WAIT, f"ask_l2(X, 16); {WAIT}")
-
-
-@early_fault
-def bfloat16_asks_past_the_end_of_its_weight(sessions: Sessions) -> None:
-    with_early_fault(sessions, draft, BF16, "tl.minimum(each // 2, N - 1 - n0)", "(each // 2 + 1)")
-
-
-@early_fault
-def records_ask_for_the_next_weight_past_its_end(sessions: Sessions) -> None:
-    with_early_fault(sessions, verify, RECORDS, "pid.to(tl.uint64) * OF_NEXT", "(pid.to(tl.uint64) + 1) * OF_NEXT")
-
-
-@early_fault
-def right_with_its_weight_loaded_before_the_wait(sessions: Sessions) -> None:
-    with_early_fault(sessions, draft, BF16, WAIT, f"tl.load(W + w_at); {WAIT}")
-
-
-def said(sessions: Sessions, function: Callable[[Sessions], None]) -> str:
+def said(sessions: Sessions, function: Fault) -> str:
     text = ""
     with stderr() as read:
         try:
             function(sessions)
         except (RuntimeError, ValueError) as error:
             text = f"{error} {read()}"
-    try:
-        return " ".join(text.split())
-    finally:
-        sessions.machine.device.recover()
-        sessions.machine.device.become(H100)
-        sessions.machine.placed = {}
+    sessions.machine.device.recover()
+    sessions.machine.device.become(H100)
+    sessions.machine.placed = {}
+    return " ".join(text.split())
 
 
-def main(artifact: Path, faults: dict[str, Callable[[Sessions], None]]) -> None:
+def main(artifact: Path, faults: dict[str, tuple[str, Fault]]) -> None:
     torch.set_num_threads(1)
     sessions = Sessions(artifact)
     sessions.machine.kernels.computes = False
     with sessions.machine.running():
-        click.echo(json.dumps({name: said(sessions, function) for name, function in faults.items()}))
+        found = {name: (says, said(sessions, function)) for name, (says, function) in faults.items()}
+    click.echo(json.dumps(found))
 
 
 if __name__ == "__main__":

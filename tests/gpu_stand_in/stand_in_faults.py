@@ -1,7 +1,6 @@
-"""Runs code with a fault, a few lines each, and prints the stand-in's error for each. A GPU would report less, or
-nothing.
+"""Runs code with a fault, a few lines each, and prints what the stand-in says. A GPU would say less, or nothing.
 
-python tests/gpu_stand_in/stand_in_faults.py            JSON: maps each fault to the error raised, "" for none
+python tests/gpu_stand_in/stand_in_faults.py            JSON: maps each fault to the error expected and the one raised
 python tests/gpu_stand_in/stand_in_faults.py NAME       runs a fault that ends the process
 """
 
@@ -25,24 +24,36 @@ from stand_in_torch import cuda_build, load
 DEVICE = StandIn()
 CUDA = load(DEVICE)
 KERNELS = SmallKernels(DEVICE)
-launch = KERNELS.launch
+EARLY, NUMBERS = {6: 1}, list(range(64))
+FAULTS: dict[str, tuple[str, Callable[[], object]]] = {}
+"""The expected message, a regular expression, and the code, by name; no message is expected of right code."""
 
 
-FAULTS: dict[str, Callable[[], None]] = {}
-
-
-def fault(function: Callable[[], None]) -> Callable[[], None]:
-    """Register a function as a fault that is run when no name is given."""
-    FAULTS[function.__name__] = function
-    return function
+def fault(says: str = "") -> Callable:
+    return lambda function: FAULTS.setdefault(function.__name__, (says, function))[1]
 
 
 def on_device(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32).to("cuda")
 
 
-def fresh(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def fresh(count: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(count, dtype=dtype, device="cuda")
+
+
+def launch(name: str, *given: torch.Tensor | int, **more: object) -> None:
+    KERNELS.launch(name, *(each if isinstance(each, int) else each.data_ptr() for each in given), **more)
+
+
+def ran(name: str, *given: torch.Tensor | int, **more: object) -> torch.Tensor:
+    """Launch a kernel, and return its last tensor when it has run."""
+    launch(name, *given, **more)
+    torch.cuda.synchronize()
+    return next((each for each in reversed(given) if not isinstance(each, int)), None)
+
+
+def added(given: torch.Tensor | int, out: torch.Tensor | None = None, count: int = 64, **more: object) -> torch.Tensor:
+    return ran("add_one", given, fresh() if out is None else out, count, **more)
 
 
 @contextmanager
@@ -58,255 +69,160 @@ def current() -> ctypes.c_void_p:
     return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
 
-# --- no fault: correct code raises no error
+def captured(given: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """Capture a launch that reads ``given``, with its function, and return the graph."""
+    function, out = KERNELS.function("add_one"), fresh()
+    with capturing() as graph:
+        launch("add_one", given, out, 64, stream=current(), function=function)
+    graph.out = out
+    return graph
 
 
-@fault
+# --- no fault
+
+
+@fault()
 def right() -> None:
     given, out = on_device(*range(100)), fresh(100)
-    launch("add_one", given.data_ptr(), out.data_ptr(), 100, grid=(2, 1, 1))
-    assert out.cpu().tolist() == list(range(1, 101))
+    assert added(given, out, 100, grid=(2, 1, 1)).cpu().tolist() == list(range(1, 101))
+    cache, row = fresh(131072 * 16384 + 16384, torch.int8), fresh(64, torch.int8)
+    assert ran("last_row_in_64_bits", cache, row, 131072).cpu().tolist() == [-1] * 64
 
 
-@fault
+@fault()
 def right_in_a_graph() -> None:
-    given, out = on_device(1, 2, 3), fresh(3)
-    function = KERNELS.function("add_one")
-    with capturing() as graph:
-        between = fresh(3)
-        launch("add_one", given.data_ptr(), between.data_ptr(), 3, stream=current(), function=function)
-        launch("add_one", between.data_ptr(), out.data_ptr(), 3, stream=current(), function=function)
-        del between
-    assert torch.isnan(out.cpu()).all(), "a capture computes nothing"
-    graph.replay()
-    assert out.cpu().tolist() == [3, 4, 5]
-    given.copy_(torch.tensor([10.0, 20.0, 30.0]))
-    graph.replay()
-    assert out.cpu().tolist() == [12, 22, 32]
-    graph.reset()
-
-
-@fault
-def right_across_streams() -> None:
-    given, out, side = on_device(1, 2, 3), fresh(3), torch.cuda.Stream()
-    between = fresh(3)
-    launch("add_one", given.data_ptr(), between.data_ptr(), 3)
-    side.wait_stream(torch.cuda.current_stream())
-    launch("add_one", between.data_ptr(), out.data_ptr(), 3, stream=ctypes.c_void_p(side.cuda_stream))
-    torch.cuda.current_stream().wait_stream(side)
-    assert out.cpu().tolist() == [3, 4, 5]
-
-
-@fault
-def right_at_131072_slots() -> None:
-    cache, out = fresh(131072 * 16384 + 16384, torch.int8), fresh(64, torch.int8)
-    launch("last_row_in_64_bits", cache.data_ptr(), out.data_ptr(), 131072)
-    assert out.cpu().tolist() == [-1] * 64
-
-
-EARLY = {6: 1}
-
-
-def early_behind_another(name: str, **more: object) -> torch.Tensor:
-    """Launch a kernel early after one that writes its input, and return its result."""
-    weight, given, between, out = on_device(*[2.0] * 64), on_device(*range(64)), fresh(64), fresh(64)
-    launch("add_one", given.data_ptr(), between.data_ptr(), 64)
-    launch(name, weight.data_ptr(), between.data_ptr(), out.data_ptr(), **{"attributes": EARLY, **more})
-    return out.cpu()
-
-
-@fault
-def right_early() -> None:
-    assert early_behind_another("early").tolist() == [2 * (each + 1) for each in range(64)]
-    plain = early_behind_another("early_with_its_input", attributes={6: 0})  # after everything before it
-    assert plain.tolist() == [2 * (each + 1) for each in range(64)]
-
-
-@fault
-def right_early_in_a_graph() -> None:
-    weight, given, between, out = on_device(*[2.0] * 64), on_device(*range(64)), fresh(64), fresh(64)
+    weight, given, out = on_device(*[2.0] * 64), on_device(*NUMBERS), fresh()
     add, multiply = KERNELS.function("add_one"), KERNELS.function("early")
     with capturing() as graph:
-        launch("add_one", given.data_ptr(), between.data_ptr(), 64, stream=current(), function=add)
-        places = weight.data_ptr(), between.data_ptr(), out.data_ptr()
-        launch("early", *places, stream=current(), function=multiply, attributes=EARLY)
-    for _ in range(2):
+        between = fresh()
+        launch("add_one", given, between, 64, stream=current(), function=add)
+        launch("early", weight, between, out, stream=current(), function=multiply, attributes=EARLY)
+        del between
+    assert torch.isnan(out.cpu()).all(), "a capture computes nothing"
+    for more in (0, 10):
+        given.copy_(torch.tensor(NUMBERS) + more)
         graph.replay()
-        assert out.cpu().tolist() == [2 * (each + 1) for each in range(64)]
+        assert out.cpu().tolist() == [2 * (each + more + 1) for each in NUMBERS]
     graph.reset()
 
 
-# --- early launches
+@fault()
+def right_across_streams() -> None:
+    given, between, out, side = on_device(*NUMBERS), fresh(), fresh(), torch.cuda.Stream()
+    launch("add_one", given, between, 64)
+    side.wait_stream(torch.cuda.current_stream())
+    launch("add_one", between, out, 64, stream=ctypes.c_void_p(side.cuda_stream))
+    torch.cuda.current_stream().wait_stream(side)
+    assert out.cpu().tolist() == [each + 2 for each in NUMBERS]
 
 
-@fault
-def input_read_before_the_wait() -> None:
-    early_behind_another("early_with_its_input")
+def behind_another(name: str, attributes: dict[int, int] = EARLY) -> list[float]:
+    """Launch a kernel early after one that writes its input, and return its result."""
+    weight, given, between, out = on_device(*[2.0] * 64), on_device(*NUMBERS), fresh(), fresh()
+    launch("add_one", given, between, 64)
+    return ran(name, weight, between, out, attributes=attributes).cpu().tolist()
 
 
-@fault
-def output_written_before_the_wait() -> None:
-    early_behind_another("early_with_its_output")
-
-
-@fault
-def input_read_before_the_wait_by_some_lanes() -> None:
-    early_behind_another("early_with_lanes_of_both")
-
-
-@fault
-def input_written_by_some_lanes_and_read_before_the_wait() -> None:
-    given, one, two, out = on_device(*range(64)), fresh(64), fresh(64), fresh(64)
-    launch("copy_to_both", given.data_ptr(), one.data_ptr(), two.data_ptr())
-    launch("early_with_its_input", given.data_ptr(), two.data_ptr(), out.data_ptr(), attributes=EARLY)
-    torch.cuda.synchronize()
-
-
-@fault
-def early_launch_without_a_wait() -> None:
-    early_behind_another("early_without_a_wait")
-
-
-@fault
-def early_launch_of_a_kernel_that_knows_none() -> None:
-    given, between, out = on_device(*range(64)), fresh(64), fresh(64)
-    launch("add_one", given.data_ptr(), between.data_ptr(), 64)
-    launch("add_one", between.data_ptr(), out.data_ptr(), 64, attributes=EARLY)
-    torch.cuda.synchronize()
-
-
-@fault
-def early_launch_on_sm_80() -> None:
-    functions = KERNELS.function("early")
-    DEVICE.become(A100)
-    given = on_device(*range(64))
-    launch("early", *[given.data_ptr()] * 3, attributes=EARLY, function=functions)
-
-
-# --- prefetches into L2
-
-
-def asking(name: str, weight: torch.Tensor, following: int | None = None) -> torch.Tensor:
+def asking(name: str, weight: torch.Tensor, following: int | torch.Tensor | None = None) -> list[float]:
     """Launch a kernel that asks L2 for 256 bytes from ``following`` on, or of its input if that is None, behind one
     that writes its input. Return its result."""
-    given, between, out = on_device(*range(64)), fresh(64), fresh(64)
-    launch("add_one", given.data_ptr(), between.data_ptr(), 64)
-    asked = between.data_ptr() if following is None else following
-    launch(name, weight.data_ptr(), between.data_ptr(), asked, out.data_ptr(), attributes=EARLY)
-    return out.cpu()
+    given, between, out = on_device(*NUMBERS), fresh(), fresh()
+    launch("add_one", given, between, 64)
+    asked = between if following is None else following
+    return ran(name, weight, between, asked, out, attributes=EARLY).cpu().tolist()
 
 
-@fault
-def right_prefetches() -> None:
-    one, two = on_device(*[2.0] * 64), on_device(*[3.0] * 64)
+def weights(count: int) -> list[torch.Tensor]:
+    return [on_device(*[each] * 64) for each in (2.0, 3.0, 4.0)[:count]]
+
+
+@fault()
+def right_early_and_with_prefetches() -> None:
+    doubled = [2 * (each + 1) for each in NUMBERS]
+    assert behind_another("early") == behind_another("early_with_its_input", {6: 0}) == doubled
+    one, two = weights(2)
     for name in ("asks", "asks_before_it_waits"):
-        assert asking(name, one, two.data_ptr()).tolist() == [2 * (each + 1) for each in range(64)]
-        assert asking(name, two, one.data_ptr()).tolist() == [3 * (each + 1) for each in range(64)]
-    assert asking("asks_beside_w", one, two.data_ptr()).tolist() == [2 * (each + 1) for each in range(64)]
-    assert asking("asks", two, one.data_ptr()).tolist() == [3 * (each + 1) for each in range(64)]
+        assert asking(name, one, two) == doubled
+        assert asking(name, two, one) == [3 * (each + 1) for each in NUMBERS]
+    assert asking("asks_beside_w", one, two) == doubled
+    asking("asks", two, one)
     asking("asks", one)  # after the wait, what a launch has written may be asked for
 
 
-@fault
-def prefetch_past_the_end_of_the_next_weight() -> None:
-    one, two = on_device(*[2.0] * 64), on_device(*[3.0] * 64)
-    asking("asks", one, two.data_ptr() + 16)
+# --- faults
+
+ILLEGAL, FREE = "illegal memory access .*", "argument X is 0x.*: byte 0 of 256, which is free"
+FAULTS |= {
+    "host_pointer_in_a_launch": (
+        f"{ILLEGAL}add_one: argument X is 0x.*: the host's memory",
+        lambda: added(torch.ones(64)),
+    ),
+    "out_of_bounds_by_one": (
+        f"{ILLEGAL}reads 4 bytes .*byte 252 of argument X, byte 252 of 252",
+        lambda: added(on_device(*range(63))),
+    ),
+    "written_out_of_bounds_by_one": (
+        f"{ILLEGAL}writes 4 bytes .*byte 252 of argument OUT, byte 252 of",
+        lambda: added(on_device(*NUMBERS), fresh(63)),
+    ),
+    "used_after_free": (ILLEGAL + FREE, lambda: added(on_device(*NUMBERS).data_ptr())),
+    "misaligned_vector": (
+        r"misaligned address \(add_one: argument X .*compiled for multiples of 16",
+        lambda: added(on_device(*range(65))[1:]),
+    ),
+    "more_memory_than_there_is": ("out of memory .*17179869184 bytes", lambda: fresh(4 << 30)),
+    "grid_of_zero": ("add_one over a grid of 1 x 0 x 1", lambda: added(on_device(1), grid=(1, 0, 1))),
+    "other_threads_than_compiled_for": (
+        "add_one by 64 threads, compiled for 32",
+        lambda: added(on_device(1), threads=64),
+    ),
+    "shared_memory_without_leave": (
+        "add_one with 65536 bytes of shared memory, allowed are 49152",
+        lambda: added(on_device(1), shared=64 << 10),
+    ),
+    "stream_that_is_gone": (
+        "add_one in an unknown stream",
+        lambda: added(on_device(1), stream=ctypes.c_void_p(torch.cuda.Stream().cuda_stream)),
+    ),
+    "unknown_launch_attribute": (
+        "add_one with launch attribute 4, which the stand-in does not know",
+        lambda: added(on_device(1), attributes={4: 1}),
+    ),
+    "int32_offset_at_131072_slots": (
+        "int32 overflow detected for operation mul",
+        lambda: ran("last_row", fresh(131072 * 16384 + 16384, torch.int8), fresh(64, torch.int8), 131072),
+    ),
+    "misaligned_element": (
+        r"misaligned address \(two_apart: reads 4 bytes .*byte 2 of argument X",
+        lambda: ran("two_apart", on_device(*range(17)), fresh(16)),
+    ),
+    "input_read_before_the_wait": (
+        "early_with_its_input: reads byte 0 of argument X, .* before it waits for the launch",
+        lambda: behind_another("early_with_its_input"),
+    ),
+    "output_written_before_the_wait": (
+        "early_with_its_output: writes byte 0 of argument OUT, .* before it waits",
+        lambda: behind_another("early_with_its_output"),
+    ),
+    "input_read_before_the_wait_by_some_lanes": (
+        "early_with_lanes_of_both: reads byte 160 of argument X, .* before it",
+        lambda: behind_another("early_with_lanes_of_both"),
+    ),
+    "prefetch_before_the_wait_of_what_a_launch_writes": (
+        "asks_before_it_waits: asks L2 for .* before it waits",
+        lambda: asking("asks_before_it_waits", *weights(1)),
+    ),
+    "prefetch_of_24_bytes": (
+        "asks_for_24_bytes: .*L2 is asked for 24 bytes, not a multiple of 16",
+        lambda: asking("asks_for_24_bytes", *weights(1) * 2),
+    ),
+}
 
 
-@fault
-def prefetch_of_memory_that_is_free() -> None:
-    one, two = on_device(*[2.0] * 64), fresh(64)
-    place = two.data_ptr()
-    launch("add_one", one.data_ptr(), two.data_ptr(), 64)
-    torch.cuda.synchronize()
-    del two
-    asking("asks", one, place)
-
-
-@fault
-def prefetch_before_the_wait_of_what_a_launch_writes() -> None:
-    asking("asks_before_it_waits", on_device(*[2.0] * 64))
-
-
-@fault
-def next_weight_of_the_wrong_matmul() -> None:
-    one, two, three = (on_device(*[each] * 64) for each in (2.0, 3.0, 4.0))
-    asking("asks", one, two.data_ptr())
-    asking("asks", three, one.data_ptr())
-
-
-@fault
-def prefetch_past_the_end_by_one_thread() -> None:
-    one, two = on_device(*[2.0] * 64), on_device(*[3.0] * 64)
-    asking("asks_beside_w", one, two.data_ptr() + 16)
-
-
-@fault
-def next_weight_of_the_wrong_matmul_in_bfloat16() -> None:
-    one, two, three = (on_device(*[each] * 64) for each in (2.0, 3.0, 4.0))
-    asking("asks", one, two.data_ptr())
-    asking("asks_beside_w", three, one.data_ptr())
-
-
-@fault
-def next_weight_behind_a_matmul_that_asks_for_nothing() -> None:
-    one, two, out = on_device(*[2.0] * 64), on_device(*[3.0] * 64), fresh(64)
-    asking("asks", one, two.data_ptr())
-    launch("own_small_m_kernel", one.data_ptr(), one.data_ptr(), out.data_ptr())
-    torch.cuda.synchronize()
-
-
-@fault
-def prefetch_of_24_bytes() -> None:
-    one = on_device(*[2.0] * 64)
-    asking("asks_for_24_bytes", one, one.data_ptr())
-
-
-@fault
-def unknown_launch_attribute() -> None:
-    given = on_device(1)
-    launch("add_one", given.data_ptr(), given.data_ptr(), 1, attributes={4: 1})
-
-
-# --- memory
-
-
-@fault
-def host_pointer_in_a_launch() -> None:
-    given, out = torch.ones(64), fresh(64)
-    launch("add_one", given.data_ptr(), out.data_ptr(), 64)
-    torch.cuda.synchronize()
-
-
-@fault
-def out_of_bounds_by_one() -> None:
-    given, out = on_device(*range(63)), fresh(64)
-    launch("add_one", given.data_ptr(), out.data_ptr(), 64)
-    torch.cuda.synchronize()
-
-
-@fault
-def written_out_of_bounds_by_one() -> None:
-    given, out = on_device(*range(64)), fresh(63)
-    launch("add_one", given.data_ptr(), out.data_ptr(), 64)
-    torch.cuda.synchronize()
-
-
-@fault
-def used_after_free() -> None:
-    given, out = on_device(*range(64)), fresh(64)
-    address = given.data_ptr()
-    del given
-    launch("add_one", address, out.data_ptr(), 64)
-    torch.cuda.synchronize()
-
-
-@fault
+@fault(ILLEGAL + FREE)
 def workspace_of_a_graph_freed() -> None:
-    workspace, out = on_device(*range(64)), fresh(64)
-    function = KERNELS.function("add_one")
-    with capturing() as graph:
-        launch("add_one", workspace.data_ptr(), out.data_ptr(), 64, stream=current(), function=function)
+    workspace = on_device(*NUMBERS)
+    graph = captured(workspace)
     graph.replay()
     torch.cuda.synchronize()
     del workspace
@@ -314,37 +230,14 @@ def workspace_of_a_graph_freed() -> None:
     torch.cuda.synchronize()
 
 
-@fault
-def int32_offset_at_131072_slots() -> None:
-    cache, out = fresh(131072 * 16384 + 16384, torch.int8), fresh(64, torch.int8)
-    launch("last_row", cache.data_ptr(), out.data_ptr(), 131072)
-    torch.cuda.synchronize()
-
-
-@fault
-def misaligned_element() -> None:
-    given, out = on_device(*range(17)), fresh(16)
-    launch("two_apart", given.data_ptr(), out.data_ptr())
-    torch.cuda.synchronize()
-
-
-@fault
-def misaligned_vector() -> None:
-    given, out = on_device(*range(65)), fresh(64)
-    launch("add_one", given[1:].data_ptr(), out.data_ptr(), 64)
-    torch.cuda.synchronize()
-
-
-@fault
+@fault("arrive_and_leave: the counters in argument ARRIVED are not zero after the launch")
 def counter_not_set_back() -> None:
     counter, out = torch.zeros(1, dtype=torch.int32).to("cuda"), fresh(1, torch.int32)
-    launch("arrive", counter.data_ptr(), out.data_ptr(), 4, grid=(4, 1, 1))
-    torch.cuda.synchronize()
-    launch("arrive_and_leave", counter.data_ptr(), out.data_ptr(), 4, grid=(4, 1, 1))
-    torch.cuda.synchronize()
+    ran("arrive", counter, out, 4, grid=(4, 1, 1))
+    ran("arrive_and_leave", counter, out, 4, grid=(4, 1, 1))
 
 
-@fault
+@fault("cudaFree of 0x.*, which is free")
 def freed_twice() -> None:
     made = ctypes.c_void_p()
     DEVICE.cudaMalloc(ctypes.byref(made), 64)
@@ -352,101 +245,59 @@ def freed_twice() -> None:
     DEVICE.cudaFree(made)
 
 
-@fault
+@fault("cudaMemcpy of 257 bytes at byte 0 of 256")
 def copied_beyond_the_end() -> None:
-    made = ctypes.c_void_p()
-    DEVICE.cudaMalloc(ctypes.byref(made), 64)
-    try:
-        DEVICE.cudaMemcpy(made, ctypes.create_string_buffer(65), 65, 1)
-    finally:
-        DEVICE.cudaFree(made)
+    given = on_device(*NUMBERS)
+    DEVICE.cudaMemcpy(ctypes.c_void_p(given.data_ptr()), ctypes.create_string_buffer(257), 257, 1)
 
 
-@fault
+@fault("said to be device to host is host to device")
 def copied_in_the_wrong_direction() -> None:
-    given = on_device(1, 2, 3)
+    given = on_device(*NUMBERS)
     DEVICE.cudaMemcpy(ctypes.c_void_p(given.data_ptr()), ctypes.create_string_buffer(12), 12, 2)
 
 
-@fault
-def more_memory_than_there_is() -> None:
-    fresh(4 << 30)
-
-
-# --- order
-
-
-@fault
+@fault(r"the host read \[nan, nan, nan\] where \[2.0, 3.0, 4.0\] was to come")
 def host_reads_before_it_waits() -> None:
     given, out, host = on_device(1, 2, 3), fresh(3), torch.zeros(3)
-    launch("add_one", given.data_ptr(), out.data_ptr(), 3)
+    launch("add_one", given, out, 3)
     host.copy_(out, non_blocking=True)
     early = host.clone()
     torch.cuda.synchronize()
     assert not torch.isnan(early).any(), f"the host read {early.tolist()} where {host.tolist()} was to come"
 
 
-@fault
+@fault("what the other stream read was not there yet")
 def streams_without_an_event() -> None:
-    given, out, side = on_device(1, 2, 3), fresh(3), torch.cuda.Stream()
-    between = fresh(3)
+    given, between, out, side = on_device(1, 2, 3), fresh(3), fresh(3), torch.cuda.Stream()
     torch.cuda.synchronize()
-    launch("add_one", given.data_ptr(), between.data_ptr(), 3)
-    launch("add_one", between.data_ptr(), out.data_ptr(), 3, stream=ctypes.c_void_p(side.cuda_stream))
+    launch("add_one", given, between, 3)
+    launch("add_one", between, out, 3, stream=ctypes.c_void_p(side.cuda_stream))
     side.synchronize()
     found = torch.empty(3)
     ctypes.memmove(found.data_ptr(), DEVICE.shown(out.data_ptr(), 12), 12)
     assert not torch.isnan(found).any(), f"what the other stream read was not there yet: {found.tolist()}"
 
 
-@fault
+@fault(r"fresh memory was read: \[nan, nan, nan\]")
 def memory_read_before_it_is_written() -> None:
-    out, never = fresh(3), fresh(3)
-    launch("add_one", never.data_ptr(), out.data_ptr(), 3)
-    found = out.cpu()
+    found = added(fresh(3), fresh(3), 3).cpu()
     assert not torch.isnan(found).any(), f"fresh memory was read: {found.tolist()}"
 
 
-# --- launches
-
-
-@fault
+@fault("no kernel image is available .*made for SASS sm_90, the device is sm_80")
 def another_architecture() -> None:
     DEVICE.become(A100)
     KERNELS.function("add_one")
 
 
-@fault
-def grid_of_zero() -> None:
-    given = on_device(1)
-    launch("add_one", given.data_ptr(), given.data_ptr(), 1, grid=(1, 0, 1))
-
-
-@fault
-def grid_too_high() -> None:
-    given = on_device(1)
-    launch("add_one", given.data_ptr(), given.data_ptr(), 1, grid=(1, 65536, 1))
-
-
-@fault
-def other_threads_than_compiled_for() -> None:
-    given = on_device(1)
-    launch("add_one", given.data_ptr(), given.data_ptr(), 1, threads=64)
-
-
-@fault
-def shared_memory_without_leave() -> None:
-    given = on_device(1)
-    launch("add_one", given.data_ptr(), given.data_ptr(), 1, shared=64 << 10)
-
-
-@fault
+@fault("add_one wants 122880 bytes of shared memory, the device has 101376")
 def more_shared_memory_than_the_device_has() -> None:
     DEVICE.become(RTX_3090._replace(arch=90))
     DEVICE.cuFuncSetAttribute(KERNELS.function("add_one"), 8, 120 << 10)
 
 
-@fault
+@fault("add_one takes 5 arguments, number 2 is not given")
 def one_argument_too_few() -> None:
     page, here = 4096, KERNELS.function("add_one")
     memory = ctypes.create_string_buffer(3 * page)
@@ -462,99 +313,91 @@ def one_argument_too_few() -> None:
         libc.mprotect(ctypes.c_void_p(edge), ctypes.c_size_t(page), 3)
 
 
-@fault
+@fault("add_one runs, its module is unloaded")
 def module_unloaded_before_a_replay() -> None:
-    given, out = on_device(*range(64)), fresh(64)
-    function = KERNELS.function("add_one")
-    with capturing() as graph:
-        launch("add_one", given.data_ptr(), out.data_ptr(), 64, stream=current(), function=function)
+    graph = captured(on_device(*NUMBERS))
     DEVICE.cuModuleUnload(KERNELS.modules["add_one"])
     graph.replay()
     torch.cuda.synchronize()
 
 
-@fault
-def kernel_of_an_unloaded_module() -> None:
-    function = KERNELS.function("add_one")
-    DEVICE.cuModuleUnload(KERNELS.modules["add_one"])
-    given = on_device(1)
-    launch("add_one", given.data_ptr(), given.data_ptr(), 1, function=function)
+@fault("add_one: reads byte 0 of argument X, .* before it waits")
+def early_launch_of_a_kernel_that_does_not_wait() -> None:
+    between = fresh()
+    launch("add_one", on_device(*NUMBERS), between, 64)
+    added(between, attributes=EARLY)
 
 
-@fault
-def stream_that_is_gone() -> None:
-    stream, given = torch.cuda.Stream(), on_device(1)
-    handle = ctypes.c_void_p(stream.cuda_stream)
-    del stream
-    launch("add_one", given.data_ptr(), given.data_ptr(), 1, stream=handle)
+@fault("early is launched early, on sm_80")
+def early_launch_on_sm_80() -> None:
+    function, given = KERNELS.function("early"), on_device(*NUMBERS)
+    DEVICE.become(A100)
+    launch("early", given, given, given, attributes=EARLY, function=function)
 
 
-# --- captures
+@fault("asks: asks L2 for 256 bytes at .*: byte 0 of argument NEXT")
+def prefetch_past_the_end_of_the_next_weight() -> None:
+    one, two = weights(2)
+    asking("asks", one, two.data_ptr() + 16)
 
 
-@fault
+@fault("asks_beside_w: reads byte 0 .*, where the launch before it asked L2 for byte 0")
+def next_weight_of_the_wrong_matmul() -> None:
+    one, two, three = weights(3)
+    asking("asks", one, two)
+    asking("asks_beside_w", three, one)
+
+
+@fault("own_small_m_kernel: reads other weights, where the")
+def next_weight_behind_a_matmul_that_asks_for_nothing() -> None:
+    one, two = weights(2)
+    asking("asks", one, two)
+    ran("own_small_m_kernel", one, one, fresh())
+
+
+@fault("not permitted when stream is capturing")
 def capture_with_a_wait() -> None:
     given = on_device(1)
     with capturing():
         given.cpu()
 
 
-@fault
+@fault(r"not permitted when stream is capturing \(cudaMalloc during a capture")
 def capture_with_an_allocation() -> None:
     with capturing():
         DEVICE.cudaMalloc(ctypes.byref(ctypes.c_void_p()), 64)
 
 
-@fault
-def capture_with_a_question() -> None:
-    event = torch.cuda.Event()
-    event.record()
-    with capturing():
-        DEVICE.cudaEventQuery(event.handle)
-
-
-@fault
-def capture_with_a_copy_in_the_legacy_stream() -> None:
-    given = on_device(1, 2, 3)
-    with capturing():
-        DEVICE.cudaMemcpy(ctypes.create_string_buffer(12), ctypes.c_void_p(given.data_ptr()), 12, 2)
-
-
-@fault
+@fault("add_one in the legacy stream, while its thread captures another")
 def capture_with_a_launch_in_the_legacy_stream() -> None:
-    given = on_device(1)
-    function = KERNELS.function("add_one")
+    given, function = on_device(1), KERNELS.function("add_one")
     with capturing():
-        launch("add_one", given.data_ptr(), given.data_ptr(), 1, function=function)
+        launch("add_one", given, given, 1, function=function)
 
 
-@fault
+@fault("failed due to a previous error during capture")
 def capture_ended_after_what_it_refused() -> None:
     given = on_device(1)
     with capturing(), suppress(RuntimeError):
         given.cpu()
 
 
-@fault
+@fault("capturing stream has unjoined work")
 def capture_of_a_stream_that_is_not_joined() -> None:
-    side, given = torch.cuda.Stream(), on_device(1)
-    function = KERNELS.function("add_one")
+    side, given, function = torch.cuda.Stream(), on_device(1), KERNELS.function("add_one")
     with capturing():
         side.wait_stream(torch.cuda.current_stream())
-        stream = ctypes.c_void_p(side.cuda_stream)
-        launch("add_one", given.data_ptr(), given.data_ptr(), 1, stream=stream, function=function)
-
-
-# --- faults that end the process
+        launch("add_one", given, given, 1, stream=ctypes.c_void_p(side.cuda_stream), function=function)
 
 
 def host_touches_device_memory() -> None:
+    """Ends the process."""
     given = on_device(1, 2, 3)
     torch.cuda.synchronize()
     ctypes.string_at(given.data_ptr(), 4)
 
 
-def said(function: Callable[[], None]) -> str:
+def said(function: Callable[[], object]) -> str:
     """Return the message of the error that ``function`` raises, empty if it raises none."""
     try:
         function()
@@ -573,7 +416,7 @@ def main() -> None:
         if sys.argv[1:]:
             globals()[sys.argv[1]]()
         else:
-            click.echo(json.dumps({name: said(function) for name, function in FAULTS.items()}))
+            click.echo(json.dumps({name: (says, said(function)) for name, (says, function) in FAULTS.items()}))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
+from kernel_inputs import Int4Linear, activations
 from machine_code.barriers import faults
 from machine_code.libraries import preferred
 from machine_code.sass import disassembler, images, read_codes, read_usages
-from matmul_parts import Int4Linear
-from small_m_weights import activations
 from torch._inductor import config as inductor
 from torch._inductor.runtime.hints import HeuristicType
 from torch.export import Dim, export
