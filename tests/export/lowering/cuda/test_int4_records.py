@@ -99,9 +99,9 @@ def test_a_row_of_the_records_kernel_has_the_same_bits_with_any_other_rows():
     """The sums of the first half of K and of the second cancel out, so that the order of additions decides the bits."""
     half, x = int4_weight(128, 512), activations(17, 512)
     x, packed = torch.cat([x, -x], 1), records(*(torch.cat([part, part], 1) for part in half))
-    kernel = int4_records.int4_records_small_m_kernel
     for most, sizes in ((8, (1, 2, 7, 8)), (16, (1, 8, 9, 16, 17))):
         with interpreted(sums, small_m, int4_records), exact_dots(), sums.made_for(1, False):
+            kernel = int4_records.int4_records_small_m_kernel
             found = [int4_records._launch_records(kernel, x[:m], packed, sums.counters(), "", most) for m in sizes]
         for rows in found:
             assert torch.equal(rows, found[-1][: len(rows)])
