@@ -1,7 +1,7 @@
 """Checks the code of a CUDA artifact for faults that a GPU or a runtime would show only when it runs. Needs no GPU.
 
 1. Barriers: each kernel's PTX must order the accesses to memory that threads share (``barriers.py``).
-2. Blocks: threads, registers and shared memory must fit the GPUs that the artifact is for (``runner/system/gpus.py``).
+2. Blocks: threads, registers and shared memory must fit the artifact's GPU (``runner/system/gpus.py``), without spills.
 3. Symbols: the runtimes must have every symbol that a library needs (``runtime_symbols.py``).
 
 That each constant is on its weight's device is what PyTorch's container checks (``stand_in_artifact_faults.py``).
@@ -91,6 +91,10 @@ def _blocks(
     if arch not in runs_on:
         yield f"a kernel has no code for {arch}, the artifact's architecture"
     yield from excesses(taken, f"sm_{gpu.arch}", gpu.shared_memory_per_block)
+    for method, named in kernels.items():
+        for name, code in named.items():
+            if spilled := usages[code].spill_bytes:
+                yield f"kernel {name} of {method} spills {spilled} bytes"
     for method, entries in launches.items():
         for entry in entries:
             code = kernels.get(method, {}).get(entry["kernel"])

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from gpu_work import cache_reads
 from kernel_usage import source_of
-from machine_code.libraries import cuda_kernels
 from machine_code.ptx import Load, loads
 from machine_code.sass import disassembler, parse, read_codes
 from places import GPU_STAND_IN
@@ -22,8 +21,7 @@ from triton.runtime import driver
 from eagle3.export.lowering.cuda.named_gpu import configurations
 from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import only
-from eagle3.runner.artifact.cuda_library import kind_of
-from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, MODEL_FILE, SPECULATE, TARGET_VERIFY
+from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, LAUNCHES, SPECULATE, TARGET_VERIFY
 from eagle3.runner.system.gpus import BY_ARCH
 
 M, N, K, STAGES, WARPS = 16, 64, 128, 4, 4
@@ -161,22 +159,6 @@ def test_a_round_launches_no_more_kernels_than_its_limit(cuda_artifact):
     for name, most in LAUNCHES_AT_MOST.items():
         counts = {entry["kernel"]: entry["count"] for entry in recorded[name]["launches"]}
         assert sum(entry["count"] for entry in recorded[name]["launches"]) <= most, counts
-
-
-@pytest.mark.whole
-def test_no_matmul_kernel_of_a_round_spills(cuda_artifact):
-    """Fused kernels are left out: they take long to disassemble, and hardly spill."""
-    kernels = cuda_kernels(cuda_artifact / MODEL_FILE)
-    fatbins = {
-        (method, name): fatbin
-        for method in LAUNCHES_AT_MOST
-        for name, fatbin in kernels[method].items()
-        if kind_of(name) != "fused"
-    }
-    codes = read_codes(fatbins.values())
-    assert {name: codes[fatbin].spill_bytes for name, fatbin in fatbins.items()} == dict.fromkeys(fatbins, 0)
-    small = [codes[fatbin] for (_, name), fatbin in fatbins.items() if kind_of(name) == "small_m"]
-    assert small and all(loads(code.ptx, (1, 1, 1), 4) for code in small)
 
 
 def test_a_kernel_that_spills_is_compiled_again_with_the_free_registers(monkeypatch):
