@@ -136,19 +136,6 @@ def _reversed(x, y, N: tl.constexpr):
     tl.store(y + at, tl.load(x + N - 1 - at, cache_modifier=".cg"))
 
 
-@triton.jit
-def _in_place(x, n, STEP: tl.constexpr, N: tl.constexpr):
-    at = tl.program_id(0) * n + tl.arange(0, N)
-    for begin in range(0, n, STEP):
-        tl.store(x + begin + at, tl.load(x + begin + at, mask=at < n) + 1, mask=at < n)
-
-
-@triton.jit
-def _scalar(x, y, N: tl.constexpr):
-    tl.store(x, 1)
-    tl.store(y + tl.arange(0, N), tl.load(x, cache_modifier=".cg") + tl.arange(0, N))
-
-
 def found_in(kernel, *arguments, **constants):
     ptx = ptx_of(kernel, lambda recorded: recorded[(1,)](*arguments, num_warps=4, **constants), "sm_89")
     return [fault.what.split(",")[0] + ", " + fault.what.split(" ")[2] for fault in faults(ptx)]
@@ -157,24 +144,53 @@ def found_in(kernel, *arguments, **constants):
 X = on_meta(4096, dtype=torch.int32)
 
 
-def test_loads_of_a_threads_own_stores_are_not_reported():
+def test_only_stores_and_loads_of_two_threads_are_reported():
     assert found_in(_same_place, X, X, N=512) == []
     assert found_in(_reversed, X, X, N=512) == ["stored, loaded"]
-    assert found_in(_scalar, X, X, N=512) == ["stored, loaded"]
 
 
 @triton.jit
-def _in_place_twice(x, N: tl.constexpr):
-    at = tl.program_id(0) * N + tl.arange(0, N)
-    tl.store(x + at, at)
-    tl.store(x + at, at + 1)
+def _in_place(x, n, STEP: tl.constexpr, N: tl.constexpr):
+    at = tl.program_id(0) * n + tl.arange(0, N)
+    for begin in range(0, n, STEP):
+        tl.store(x + begin + at, tl.load(x + begin + at, mask=at < n) + 1, mask=at < n)
+
+
+def test_loop_steps_shorter_than_a_tile_overlap():
+    assert found_in(_in_place, X, 4096, STEP=1024, N=1024) == []
+    found = found_in(_in_place, X, 4096, STEP=960, N=1024)
+    assert set(found) == {"stored, loaded", "loaded, stored", "stored by two threads, two"}
 
 
 @triton.jit
-def _overlapping(x, N: tl.constexpr):
-    at = tl.program_id(0) * N + tl.arange(0, N)
-    tl.store(x + at, at)
-    tl.store(x + at + N // 2, at)
+def _few_in_place(x, y, N: tl.constexpr, APART: tl.constexpr):
+    # A block has 128 threads; with fewer elements, each is stored by one of them.
+    at = tl.arange(0, N)
+    loaded = tl.load(x + at)
+    if APART:
+        tl.store(x + N - 1 - at, loaded)
+    else:
+        tl.store(x + at, loaded * tl.sum(loaded))
+        tl.store(y, tl.sum(loaded))
+
+
+def test_loads_of_threads_that_store_nothing_are_not_reported():
+    assert found_in(_few_in_place, X, on_meta(1), N=32, APART=False) == []
+    assert found_in(_few_in_place, X, X, N=64, APART=True) == ["loaded, stored"]
+
+
+@triton.jit
+def _tile(x, m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BOUND: tl.constexpr):
+    # Stores the rows before m of a tile, and the columns before BOUND. The matrix has WIDTH columns.
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = tl.program_id(0) % tl.num_programs(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    tl.store(x + row * WIDTH + column, row + column, mask=(row < m) & (column < BOUND))
+
+
+def test_a_tile_wider_than_its_matrix_overlaps_another_row_only_if_its_mask_permits_it():
+    tile = {"ROWS": 16, "COLUMNS": 64, "WIDTH": 40}
+    assert found_in(_tile, X, 77, BOUND=40, **tile) == []
+    assert found_in(_tile, X, 77, BOUND=48, **tile) == ["stored by two threads, two"]
 
 
 @pytest.mark.parametrize(
@@ -204,76 +220,6 @@ def test_stores_of_two_threads_to_one_place_need_a_barrier_between_them(body, ra
     assert [what for what in found if what.startswith("stored by two")] == [
         "stored by two threads, " + NO_BARRIER
     ] * races
-
-
-def test_tiles_that_overlap_are_reported():
-    assert faults(ptx_of(_in_place_twice, lambda recorded: recorded[(1,)](X, N=512, num_warps=4), "sm_89")) == []
-    found = faults(ptx_of(_overlapping, lambda recorded: recorded[(1,)](X, N=512, num_warps=4), "sm_89"))
-    assert [fault.what.split(",")[0] for fault in found] == ["stored by two threads"]
-
-
-@triton.jit
-def _tile(x, m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BOUND: tl.constexpr):
-    # Stores the rows before m of a tile, and the columns before BOUND. The matrix has WIDTH columns.
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    row = tl.program_id(0) % tl.num_programs(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    tl.store(x + row * WIDTH + column, row + column, mask=(row < m) & (column < BOUND))
-
-
-@pytest.mark.parametrize(("columns", "width"), [(16, 8), (64, 40)])
-def test_a_tile_wider_than_its_matrix_overlaps_another_row_only_if_its_mask_permits_it(width, columns):
-    tile = {"ROWS": 16, "COLUMNS": columns, "WIDTH": width}
-    assert found_in(_tile, X, 77, BOUND=width, **tile) == []
-    assert found_in(_tile, X, 1, BOUND=width, **tile) == []  # m is a constant: one row alone is stored
-    if columns > width:
-        assert found_in(_tile, X, 77, BOUND=width + 8, **tile) == ["stored by two threads, two"]
-
-
-@triton.jit
-def _few_in_place(x, y, N: tl.constexpr, SUMMED: tl.constexpr):
-    at = tl.arange(0, N)
-    loaded = tl.load(x + at)
-    tl.store(x + at, loaded * tl.sum(loaded) if SUMMED else loaded + 1)
-    if SUMMED:
-        tl.store(y, tl.sum(loaded))
-
-
-@triton.jit
-def _few_reversed(x, y, N: tl.constexpr):
-    at = tl.arange(0, N)
-    tl.store(x + N - 1 - at, tl.load(x + at))
-
-
-def test_loads_of_threads_that_store_nothing_are_not_reported():
-    """A block has 128 threads, but there are fewer elements; each element is stored by one thread."""
-    assert found_in(_few_in_place, X, X, N=8, SUMMED=False) == []
-    assert found_in(_few_in_place, X, on_meta(1), N=32, SUMMED=True) == []
-    assert found_in(_few_reversed, X, X, N=8) == ["loaded, stored"]
-    assert found_in(_few_reversed, X, X, N=64) == ["loaded, stored"]
-
-
-def test_loop_steps_shorter_than_a_tile_overlap():
-    assert found_in(_in_place, X, 4096, STEP=1024, N=1024) == []
-    assert found_in(_in_place, X, 4096, STEP=768, N=1024) == []  # a thread's places are 128 apart
-    found = found_in(_in_place, X, 4096, STEP=960, N=1024)
-    assert set(found) == {"stored, loaded", "loaded, stored", "stored by two threads, two"}
-
-
-@triton.jit
-def _tiles(x, tiles, N: tl.constexpr, APART: tl.constexpr):
-    # Stores two halves of each tile; tile after tile, without a barrier or with one.
-    at = tl.arange(0, N)
-    place = at // (N // 2) * APART + at % (N // 2)
-    for tile in tl.range(0, tiles, num_stages=1):
-        tl.store(x + place + tile * (N // 2), at + tile)
-        if APART % 2 == 0:
-            tl.debug_barrier()
-
-
-def test_stores_of_two_iterations_without_a_barrier_overlap_and_those_of_one_do_not():
-    assert found_in(_tiles, X, 77, N=256, APART=4096) == []
-    assert found_in(_tiles, X, 77, N=256, APART=64) == ["stored by two threads, two"]  # of one tile
-    assert found_in(_tiles, X, 77, N=256, APART=4097) == ["stored by two threads, two"]
 
 
 # Paths

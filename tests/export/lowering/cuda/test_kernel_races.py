@@ -60,7 +60,7 @@ def assert_found(findings: Counter[Finding], what: str, line: str) -> None:
 @pytest.mark.first(2)
 @pytest.mark.parametrize("name", SMALL)
 def test_no_kernel_has_a_race_in_any_order_of_its_programs(name):
-    findings = found(SMALL[name], "forward", "reversed", "shuffled", "delayed")
+    findings = found(SMALL[name], "forward", "reversed", "delayed")
     assert not findings, "\n".join(map(str, findings))
 
 

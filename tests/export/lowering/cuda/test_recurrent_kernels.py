@@ -26,7 +26,7 @@ from eagle3.targets.spec import ROLLBACK_ROWS
 
 pytestmark = pytest.mark.races(())  # tests/export/lowering/cuda/test_kernel_races.py
 RULES = {"delta": Rule(True), "kimi": Rule(True, channels=True), "mamba2": Rule(False)}
-STRONG = Rule(True, channels=True, strongest=60.0)
+STRONG = Rule(True, channels=True, strongest=400.0)
 D_V = RULES["delta"].d_v
 
 
@@ -41,17 +41,15 @@ def narrow(monkeypatch):
     monkeypatch.setattr(kernels, "CHUNK_COLUMNS", 16)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.whole)])
-def test_every_call_of_a_runner_gives_the_outputs_of_float64(rule, seed):
+def test_every_call_of_a_runner_gives_the_outputs_of_float64(rule):
     with interpreted(kernels):
-        assert max(walk(rule, seed)) < CLOSE
+        assert max(walk(rule)) < CLOSE
 
 
-@pytest.mark.parametrize("strongest", [60.0, pytest.param(400.0, marks=pytest.mark.whole)])
-def test_strong_decays_of_a_channel_leave_the_others_exact(strongest):
+def test_strong_decays_of_a_channel_leave_the_others_exact():
     """``exp(-400)`` is 0 in float32, and its inverse is infinite."""
     with interpreted(kernels):
-        assert max(walk(STRONG._replace(strongest=strongest))) < CLOSE
+        assert max(walk(STRONG)) < CLOSE
 
 
 def test_a_window_gives_the_bits_of_single_rows_however_many_are_accepted(rule):
@@ -69,8 +67,8 @@ def test_a_window_gives_the_bits_of_single_rows_however_many_are_accepted(rule):
     assert torch.equal(layer.state, alone.state)
 
 
-@pytest.mark.parametrize("count", [ROLLBACK_ROWS + 2, 3 * ROLLBACK_ROWS])
-def test_chunks_of_any_length_commit_all_but_the_last_rows(rule, count):
+def test_a_chunk_commits_all_but_its_last_rows(rule):
+    count = 2 * ROLLBACK_ROWS + 2
     text = rule.rows(count + 1, count)
     right = rule.expected(text)
     with interpreted(kernels):
@@ -301,10 +299,11 @@ CASES = [
         (chunks, OF_BLOCKS, ("kimi",)),
         (windows, OF_MAMBA2_ROWS, ("mamba2",)),
     )
-    for name, change in of.items()
-    for rule in rules
+    for at, (name, change) in enumerate(of.items())
+    for rule in [list(rules)[at % len(rules)]]
 ]
-"""The faults by name, with the rule, the calls that reveal them, the module, and what is put in place of what."""
+"""The faults by name, each in one of the rules that have its lines, the calls that reveal them, the module, and what is
+put in place of what."""
 
 
 @pytest.mark.first(4)
