@@ -149,7 +149,7 @@ def test_products_are_right_for_every_number_of_rows(format, m):
     format.assert_right(activations(m, 512), format.made(33, 512))
 
 
-@pytest.mark.parametrize(("n", "count"), [(1, None), (64, 2), (129, 3)])
+@pytest.mark.parametrize(("n", "count"), [(1, 1), (64, 2), (129, 3)])
 def test_products_are_right_for_any_outputs_and_parts_of_k_and_leave_no_counter(format, n, count):
     x, weight, arrived = activations(3, 768), format.made(n, 768), sums.counters()
     for _ in range(2):  # the second call finds what the first one left
