@@ -53,7 +53,7 @@ def of_bf16(rows: int, **more) -> Callable:
 
 
 class Limits(NamedTuple):
-    """What a kernel may take: instructions of the main loop for a weight, programs that fit on a multiprocessor, bytes
+    """Limits of a kernel: instructions of the main loop for a weight, programs that fit on a multiprocessor, bytes
     of stack, the machine instructions counted in the loop, and L1 lines of its loads over the fewest possible."""
 
     most: float = float("inf")
