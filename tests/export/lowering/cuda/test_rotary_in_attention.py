@@ -248,29 +248,33 @@ def fused_and_left(module: nn.Module, most: int) -> tuple[int, int]:
     return tuple(sum(name in str(node.target) for node in program.graph.nodes) for name in ("of_product", "index_copy"))
 
 
-FUSED = [
-    {"norm": nn.RMSNorm},
-    {"swapped": True, "window": 16},
-    {"norm": Gemma3RMSNorm, "window": 16},
-    {"norm": Gemma4RMSNorm, "swapped": True},
-    {"norm": Gemma4RMSNorm, "int8": True},
-    {"swapped": True, "int8": True},
-    *(
-        {"norm": LlamaRMSNorm, "bias": True, "rotation": rotation, "swapped": at % 2 == 0}
-        for at, rotation in enumerate(ROTATIONS)
-    ),
-]
-OTHERWISE = {"norm of all heads": {"norm": NormOfAll}, "norm last": {"norm": LlamaRMSNorm, "norm_last": True}}
-
-
-@pytest.mark.first(2)
-@pytest.mark.parametrize("layers", FUSED, ids=str)
-def test_norms_rope_and_writes_between_a_product_and_its_attention_are_fused(layers):
-    assert fused_and_left(Layers(**layers), most=8) == (2, 0)
+@pytest.mark.first(1)
+@pytest.mark.parametrize("window", [16])
+@pytest.mark.parametrize("swapped", [True])
+@pytest.mark.parametrize("norm", [None, nn.RMSNorm, LlamaRMSNorm, Gemma3RMSNorm, Gemma4RMSNorm])
+def test_norms_rope_and_writes_between_a_product_and_its_attention_are_fused(norm, swapped, window):
+    assert fused_and_left(Layers(norm, swapped, window), most=8) == (2, 0)
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("other", [*OTHERWISE.values(), {}, {"int8": True}], ids=[*OTHERWISE, "prefill", "of codes"])
-def test_attention_with_other_operations_and_that_of_many_rows_are_not_fused(other):
-    found = fused_and_left(Layers(**other), most=8 if "norm" in other else 40)
-    assert found == (0, 8 if "int8" in other else 4)
+@pytest.mark.parametrize("swapped", [False])
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_rotary_embeddings_of_heads_with_a_bias_are_fused(rotation, swapped):
+    assert fused_and_left(Layers(LlamaRMSNorm, swapped, bias=True, rotation=rotation), most=8) == (2, 0)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("swapped", [True])
+@pytest.mark.parametrize("norm", [None, Gemma4RMSNorm])
+def test_writes_into_an_int8_cache_are_fused(norm, swapped):
+    assert fused_and_left(Layers(norm, swapped, int8=True), most=8) == (2, 0)
+    assert fused_and_left(Layers(norm, swapped, int8=True), most=40) == (0, 8)
+
+
+OTHERWISE = {"norm of all heads": {"norm": NormOfAll}, "norm last": {"norm": LlamaRMSNorm, "norm_last": True}}
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("other", [*OTHERWISE.values(), {}], ids=[*OTHERWISE, "prefill"])
+def test_attention_with_other_operations_is_not_fused(other):
+    assert fused_and_left(Layers(**other), most=8 if other else 40) == (0, 4)
