@@ -202,7 +202,7 @@ def test_the_int4_kernel_of_many_rows_fits_with_tcgen05():
         compiled("large int4", Limits(arch="sm_100"), native=True)
 
 
-@pytest.mark.first(1)
+@pytest.mark.whole
 @pytest.mark.parametrize(("width", "codes", "most"), [(64, False, 440), (512, False, 2700), (256, True, 1300)])
 def test_with_wgmma_a_chunk_of_attention_fits_and_waits_once_for_each_product(width, codes, most):
     """``most`` bounds the issue slots of a scheduler for 64 rows and 64 keys; code without ``wgmma`` takes 490 to
@@ -216,7 +216,7 @@ def test_with_wgmma_a_chunk_of_attention_fits_and_waits_once_for_each_product(wi
     assert len(found.loop) * found.threads / 128 * (64 * 64) / block <= most
 
 
-@pytest.mark.first(1)
+@pytest.mark.whole
 @pytest.mark.parametrize("rows", [16, 32])
 def test_requests_to_l2_change_neither_the_loop_nor_the_programs_on_a_gpu(rows):
     """A program of bfloat16 asks for its first blocks before the wait and loads nothing there; after its loop it asks

@@ -170,6 +170,7 @@ def test_products_are_right_for_any_group_and_k(name, n, k, group):
     FORMATS[name].assert_right(activations(12, k), weight)
 
 
+@pytest.mark.first(4)
 def test_a_row_has_the_same_bits_in_every_call(format):
     # Eighths up to 4: sums within a group are exact, so that numpy's order of them says nothing; all others round.
     weight, x = format.made(20, 1024), torch.randint(-32, 33, (17, 1024)).bfloat16() / 8
@@ -195,6 +196,7 @@ EXTREMES = [("int4", q, scale, zero) for q in (0x00, 0xFF, 0x0F) for scale in (0
 EXTREMES += [("int8", q, 0, zero) for q in (-128, 127) for zero in (-128, 127)]
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize(("name", "q", "scale", "zero"), EXTREMES)
 def test_products_are_right_for_extreme_codes(name, q, scale, zero):
     format = FORMATS[name]

@@ -277,6 +277,7 @@ OPS = {
 """The ops by name: a call, and its weights."""
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("name", OPS)
 def test_an_exported_product_stays_one_op_with_dynamic_rows(name):
     call, made = OPS[name]
