@@ -1,12 +1,12 @@
 """Compares a CUDA artifact, run by Triton's interpreter without a GPU, with the module that it was exported from.
 
-ARTIFACT is made by tests/helpers/cuda_artifact.py from a target and a head as small as those of the tests, since the
-interpreter takes minutes for a few rounds. Artifact and module generate greedily from random prompts, those whose
+ARTIFACT is made by tests/gpu_stand_in/cuda_artifact.py from a target and a head as small as those of the tests, since
+the interpreter takes minutes for a few rounds. Artifact and module generate greedily from random prompts, those whose
 tokens the module chooses with the largest margins. The module computes in bfloat16 with its packed weights. The script
 prints whether tokens, rounds, acceptance and the draft head's proposals are equal. It exits with 1 if tokens or rounds
 differ, too few proposals are equal, a launch has a race, or the stand-in for CUDA's driver refused a call.
 
-    python tests/helpers/cuda_artifact.py /tmp/artifact --checkpoint TARGET --draft HEAD --cuda-arch sm_90
+    python tests/gpu_stand_in/cuda_artifact.py /tmp/artifact --checkpoint TARGET --draft HEAD --cuda-arch sm_90
     python scripts/gpu/check_interpreted.py /tmp/artifact
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu_stand_in"))
 
 import click
 import torch
@@ -31,7 +32,7 @@ from eagle3.runner.contract import EXPORT_RECORD
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop.generation import complete
 
-HELPERS = Path(__file__).resolve().parents[2] / "tests" / "helpers"
+STAND_IN = Path(__file__).resolve().parents[2] / "tests" / "gpu_stand_in"
 CANDIDATES, LONGEST = 40, 20
 """The number of random prompts to choose from, and the length of the longest in tokens."""
 LEAST = 0.9
@@ -69,7 +70,7 @@ def eagerly(greedy: EagerGreedy, prompt: list[int], tokens: int) -> dict[str, An
 
 def interpreted(artifact: Path, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     asked = [{"prompt": prompt, "max_new_tokens": tokens} for prompt in prompts]
-    command = [sys.executable, HELPERS / "interpreted_artifact.py", artifact]
+    command = [sys.executable, STAND_IN / "interpreted_artifact.py", artifact]
     done = subprocess.run(command, input=json.dumps(asked), stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise click.ClickException("the artifact did not run: see above")

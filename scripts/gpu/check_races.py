@@ -1,11 +1,11 @@
 """Runs the launches of a CUDA artifact's methods by Triton's interpreter under the tests' race detector, without a GPU.
 
-ARTIFACT is made by tests/helpers/cuda_artifact.py. Every method is called with several numbers of rows, at positions
-where the rings of sliding windows or of recurrent layers wrap. Each launch runs in all ORDERS of its programs, and the
-results are compared bit for bit. The script prints the accesses that overlap by design, with the reason, and the races
-found; it exits with 1 if there are any races.
+ARTIFACT is made by tests/gpu_stand_in/cuda_artifact.py. Every method is called with several numbers of rows, at
+positions where the rings of sliding windows or of recurrent layers wrap. Each launch runs in all ORDERS of its
+programs, and the results are compared bit for bit. The script prints the accesses that overlap by design, with the
+reason, and the races found; it exits with 1 if there are any races.
 
-    python tests/helpers/cuda_artifact.py /tmp/artifact
+    python tests/gpu_stand_in/cuda_artifact.py /tmp/artifact
     python scripts/gpu/check_races.py /tmp/artifact
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton and any module with kernels is imported
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu_stand_in"))
 
 import click
 import torch

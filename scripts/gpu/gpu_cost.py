@@ -3,8 +3,8 @@
     python scripts/gpu/gpu_cost.py out-cuda --gpu H200 --context 8192
 
 The exporter recorded each launch with its grid, its constants and the bytes that it reads (``export.json``). The
-libraries have the kernels' machine code (``tests/helpers/machine_code/sass.py``). A kernel takes at least the longest
-of
+libraries have the kernels' machine code (``tests/gpu_stand_in/machine_code/sass.py``). A kernel takes at least the
+longest of
 
 - memory: the bytes of weights, and of other tensors larger than L2, divided by the GPU's bandwidth;
 - issue: the warp instructions divided by four schedulers per SM, or those of the ALU divided by half as many up to
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu_stand_in"))
 
 import click
 from gpu_artifacts import launches_of

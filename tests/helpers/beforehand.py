@@ -12,18 +12,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 HELPERS = Path(__file__).parent
+STAND_IN = HELPERS.parent / "gpu_stand_in"
 CPU_FLAGS = ("--target-model", "gemma4-tiny", "--backend", "xnnpack", "--draft-qlinear", "none")
 CPU_FLAGS += ("--with-decode", "--no-speculate")
 RECORDS = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {str(HELPERS)!r})
+sys.path.insert(0, {str(STAND_IN)!r})
 from cuda_artifact import DEFAULT, export
 export(Path(sys.argv[1]), (*DEFAULT, "--no-fit", "--int4-layout", "records"))
 """
 COMMANDS = {
     "artifact": ("-c", "from eagle3.export.cli import main; main()", *CPU_FLAGS, "--output-dir"),
-    "cuda_artifact": (HELPERS / "cuda_artifact.py",),
+    "cuda_artifact": (STAND_IN / "cuda_artifact.py",),
     "records_artifact": ("-c", RECORDS),
     "host_artifact": (HELPERS / "host_artifact.py",),
     "family_exports": (HELPERS / "family_exports.py",),

@@ -7,17 +7,17 @@ python tests/helpers/stand_in_tournament.py FOLDER     FOLDER has the machine co
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "gpu"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "gpu_stand_in"))
+
 import click
 import torch
-from stand_in_driver import H100, StandIn
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "gpu"))
-
 from gpu_cubins import Cubins
 from gpu_prefill import ROWS, calls, laid_out
 from gpu_tournament import Run
 from gpu_variants import ROUND, cases, made
 from small_tournament import LINEARS
+from stand_in_driver import H100, StandIn
 
 from eagle3.export.lowering.cuda.kernels.sums import made_for_named
 

@@ -1,35 +1,25 @@
-"""The CUDA attention kernels, run by the interpreter, give the numbers of eager attention; and their compiled code is
-checked."""
+"""The CUDA attention kernels, run by the interpreter, give the numbers of eager attention."""
 
 from typing import Any
 from unittest.mock import MagicMock, patch
 
-import numpy as np
 import pytest
 import torch
-import triton
 import triton.language as tl
-import triton_interpreter
 from gpu_cost import chunks
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from kernel_usage import usage as usage_of
-from machine_code.barriers import faults
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
-from triton.runtime import driver
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-from triton_interpreter import interpreted
+from triton.runtime.interpreter import InterpreterBuilder
+from triton_interpreter import exact_dots, interpreted
 
 from eagle3.export.lowering.cuda.backend import ranges
 from eagle3.export.lowering.cuda.graph.rotations import CudaAttention
 from eagle3.export.lowering.cuda.kernels import attention as kernels
 from eagle3.export.lowering.cuda.kernels import attention_chunk, attention_sums
 from eagle3.export.lowering.cuda.kernels.sums import counters
-from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
-from eagle3.export.lowering.cuda.named_gpu.configurations import usage
-from eagle3.runner.system.gpus import BY_ARCH
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape
 
 SLOTS, WINDOW, DIM = 300, 100, 16
@@ -118,22 +108,14 @@ def assert_equals_eager(
         {"softcap": 2.0, "with_sinks": True, "int8": True, "keys": 32, "calls": ((40, 3), (70, 0)), "width": 24},
         {"window": WINDOW, "groups": 3, "calls": ((40, 3), (70, 0)), "start": 240},
     ],
-    ids=[
-        "a ring, sinks",
-        "a ring, softcap",
-        "a chunk",
-        "softcap, sinks, codes",
-        "one part, sinks",
-        "a prefill, codes",
-        "a prefill, a ring",
-    ],
+    ids=str,
 )
 def test_the_attention_kernels_have_windows_softcaps_sinks_and_codes(case):
     assert_equals_eager(**case)
 
 
 @pytest.mark.whole
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     groups=some.sampled_from([1, 2, 3, 8]),
     width=some.sampled_from([8, 16, 24, 64]),
@@ -170,15 +152,13 @@ class Drafting(Attend):
     [
         (0, Block()),
         (60, Block(30, from_first_row=True)),
-        (60, Block(30, from_first_row=True, causal=True)),
-        (60, Block(30)),
         (60, Block(30, causal=True)),
     ],
 )
 def test_a_block_attends_as_the_eager_reference_does(window, block):
     eager, ours = (Drafting(kind, window, block) for kind in (EagerAttention, CudaAttention))
     with patch("eagle3.export.lowering.cuda.graph.rotations.attention", by_interpreter):
-        for start, length in ((0, 20), (20, 60), (80, 1), (81, 16), (90, 5)):  # the last over the block before
+        for start, length in ((0, 20), (20, 40), (60, 1), (61, 16), (70, 5)):  # the last over the block before
             _, key, value, positions = inputs(start, length)
             given_now = key, value, positions, *inputs(start + length, 16)[:3]
             assert_equal(ours(*given_now), eager(*given_now))
@@ -188,7 +168,7 @@ def test_a_block_attends_as_the_eager_reference_does(window, block):
 @pytest.mark.parametrize(("window", "int8"), [(0, False), (WINDOW, False), (0, True)])
 def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window, int8):
     eager, ours = (Attend(kind, window, int8=int8) for kind in (EagerAttention, CudaAttention))
-    for first, rows in ((0, 60), (60, 50)):
+    for first, rows in ((0, 33), (33, 40)):
         given_now = inputs(first, rows)
         expected = eager(*given_now)
         torch.testing.assert_close(ours(*given_now), expected)  # the op on the host
@@ -200,13 +180,11 @@ def test_a_chunk_of_prefill_and_the_reference_are_the_same_attention(window, int
             assert_equal(by_interpreter(given_now[0], *rest, divided, 0.0, None, *scales), expected)
         # A program that takes its rows in several tiles gives the bits of one that takes them at once.
         at_once = by_interpreter(given_now[0], *rest, 0, 0.0, None, *scales, BLOCK_M=128)
-        for tiles in ({"ROWS": 32, "BLOCK_M": 128}, {"ROWS": 64, "BLOCK_M": 128}, {"BLOCK_M": 32}):
+        for tiles in ({"ROWS": 32, "BLOCK_M": 128}, {"BLOCK_M": 32}):
             assert torch.equal(by_interpreter(given_now[0], *rest, 0, 0.0, None, *scales, **tiles), at_once)
 
 
-@pytest.mark.first(2)
-@pytest.mark.parametrize("rows", [1, 8, 20])
-@pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 2.0, 30.0]])
+@pytest.mark.parametrize(("rows", "sinks"), [(1, None), (8, [0.5, -1.0, 2.0, 30.0]), (20, None)])
 def test_rows_may_begin_after_the_first_chunk_of_a_whole_context(rows, sinks):
     """No part of the chunks before the first row is added, since no program wrote one."""
     query, *_, last = inputs(280 - rows, rows)
@@ -229,7 +207,7 @@ def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
 
     first, last = (each[-rows:] for each in rest[2:4])
     keys = 128 if rest[6] > 10000 else 16
-    with interpreted(kernels, attention_sums, attention_chunk):
+    with interpreted(kernels, attention_sums, attention_chunk), exact_dots():
         both = Kept(), kernels.attention_sum_kernel
         out = kernels.launch(both, query[:, -rows:], *rest[:2], first, last, *rest[4:], BLOCK_N=keys)
     assert not kept["arrived"].any()
@@ -240,21 +218,15 @@ def split(rows: int, query: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(stats[..., 1:] > 0, parts, 0), stats, out
 
 
-def exact_dot(_self, a, b, d, *_) -> TensorHandle:
-    wide = (triton_interpreter._widen(each).astype(np.float64) for each in (a, b))
-    return TensorHandle(np.matmul(*wide).astype(np.float32) + d.data, d.dtype.scalar)
-
-
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("slots", "window", "last"),
-    [(700, 0, 611), (512, 256, 1000), (512, 256, 1043), (700, 0, 260), (16900, 0, 16390)],
+    [(700, 0, 611), (512, 256, 1043), (16900, 0, 16390)],
 )
-def test_a_row_of_attention_has_the_same_bits_with_any_number_of_rows(slots, window, last, monkeypatch):
+def test_a_row_of_attention_has_the_same_bits_with_any_number_of_rows(slots, window, last):
     """Scores are multiples of 1/8, exact in float32, and weighted values are added in float64, so that numpy's order of
     addition, which depends on the processor, does not matter. The longest contexts exceed the positions at which chunks
     double; one head of keys is enough there, since programs of two heads share nothing."""
-    monkeypatch.setattr(triton_interpreter, "_dot", exact_dot)
     torch.manual_seed(last)
     heads = 1 if slots > 10000 else 2
     query = (torch.randint(-8, 9, (1, 16, 2 * heads, DIM)) / 8).bfloat16()
@@ -272,7 +244,7 @@ def test_a_row_of_attention_has_the_same_bits_with_any_number_of_rows(slots, win
 
 
 @pytest.mark.races(("forward",))  # loads are counted
-@pytest.mark.parametrize(("window", "rows"), [(0, 8), (WINDOW, 8), (WINDOW, 1)])
+@pytest.mark.parametrize(("window", "rows"), [(0, 8), (WINDOW, 1)])
 def test_each_key_is_read_once_for_all_rows_and_a_ring_only_within_one_window(monkeypatch, window, rows):
     read = []
     load = InterpreterBuilder.create_masked_load
@@ -294,7 +266,7 @@ def test_each_key_is_read_once_for_all_rows_and_a_ring_only_within_one_window(mo
 
 
 @pytest.mark.races(("forward",))  # stores are counted
-@pytest.mark.parametrize(("last", "chunks_with_tokens"), [(90, 1), (200, 2), (290, 3)])
+@pytest.mark.parametrize(("last", "chunks_with_tokens"), [(90, 1), (290, 3)])
 def test_a_program_without_tokens_ends_before_it_writes(monkeypatch, last, chunks_with_tokens):
     written, store = [], InterpreterBuilder.create_masked_store
 
@@ -325,7 +297,7 @@ class WithMaskRows(nn.Module):
 @pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("shortest", "longest", "masks", "divided"),
-    [(1, 1, 0, 1), (2, 8, 0, 8), (2, 10, 0, 10), (9, 64, 0, 0), (1, 64, 0, 16), (1, 64, 8, 16), (9, 64, 2, 0)],
+    [(1, 1, 0, 1), (2, 10, 0, 10), (1, 64, 8, 16), (9, 64, 2, 0)],
 )
 def test_attention_splits_positions_for_few_rows_and_never_narrows_dynamic_lengths(shortest, longest, masks, divided):
     rows = Dim("rows", min=shortest, max=longest) if shortest < longest else None
@@ -346,91 +318,3 @@ def test_attention_splits_positions_for_few_rows_and_never_narrows_dynamic_lengt
     with patch("eagle3.export.lowering.cuda.graph.rotations.attention", launched):
         assert list(exported().values()) == list(before.values())
     assert seen == [divided]
-
-
-def compiled(
-    arch: str, width: int, groups: int, divided: int, config: triton.Config, **more
-) -> triton.compiler.CompiledKernel:
-    """Compile the kernel with norms and rotation. ``more`` are constants for its other parts."""
-    chunk, doublings, _ = attention_sums.division(4096, 4096, groups)
-    heads, begins = 8 * groups * width, ("Q_AT", "K_AT", "V_AT")
-    rows = kernels.rows_of_tile(groups, divided, width)
-    constants = dict(
-        KV_HEADS=8, GROUPS=groups, D=width, SLOTS=4096, CHUNK=chunk, MOST=64, DOUBLINGS=doublings, SCALE=0.1,
-        SOFTCAP=0.0, HAS_SINKS=False, DIRECT=not divided, CODES=False, BLOCK_D=width, COLUMNS=min(width, 8192 // rows),
-        BLOCK_M=rows, WIDTH=heads + 16 * width, Q_WEIGHTED=True,
-        K_WEIGHTED=True, BIASED=False, PLUS=0.0, ROTARY=width, APART=width // 2, REPEATED=1, ANGLES=width,
-        **config.kwargs,
-    )  # fmt: skip
-    constants |= dict(zip(begins, (0, heads, heads + 8 * width), strict=True))
-    constants |= dict.fromkeys(("Q_EPS", "K_EPS", "V_EPS"), 1e-6) | more
-    types = ["*bf16", "*bf16", "*bf16", "*i64", "*i64", "*bf16", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]
-    types += ["*bf16", "*bf16", "*fp32", "*fp32", "*bf16", "*bf16", "*fp32", "*fp32"]
-    if constants["CODES"]:
-        types[1:3] = ["*i8", "*i8"]
-    kernel = kernels._attention_kernel
-    signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
-    source = triton.compiler.ASTSource(
-        kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()}, aligned
-    )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    with compiling(BY_ARCH[arch]):
-        return triton.compile(source, target=driver.active.get_current_target(), options=options)
-
-
-@pytest.mark.first(1)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: configurations are timed on it")
-@pytest.mark.parametrize(
-    ("arch", "width", "groups", "divided", "keys", "warps", "stages", "more"),
-    [
-        ("sm_90", 512, 8, 8, 32, 8, 2, {}),
-        ("sm_89", 512, 8, 8, 32, 8, 2, {}),
-        ("sm_120", 256, 2, 8, 32, 4, 2, {}),
-        ("sm_90", 128, 2, 4, 64, 4, 3, {"PLUS": 1.0}),
-        ("sm_120", 64, 8, 4, 64, 4, 3, {"BIASED": True, "ANGLES": 32}),
-        ("sm_89", 128, 16, 4, 32, 4, 2, {"BIASED": True, "ROTARY": 64, "APART": 1, "REPEATED": 2, "ANGLES": 64}),
-        ("sm_90", 512, 8, 8, 32, 8, 2, {"CODES": True}),
-        ("sm_89", 128, 4, 4, 64, 4, 3, {"CODES": True}),
-    ],
-    ids=["sm_90", "sm_89", "sm_120", "one more", "half a table", "neighbours of a half", "int8", "int8 in sm_89"],
-)
-def test_attention_kernels_do_not_spill_and_prefetch_after_new_keys_are_written(
-    arch, width, groups, divided, keys, warps, stages, more
-):
-    kernel = compiled(arch, width, groups, divided, triton.Config({"BLOCK_N": keys}, warps, stages), **more)
-    assert kernel.metadata.shared <= BY_ARCH[arch].shared_memory_per_block
-    assert usage(kernel.asm["cubin"])[1] == 0
-    ptx = kernel.asm["ptx"]
-    assert "mma.sync" in ptx and "cp.async.cg.shared.global" in ptx
-    assert faults(ptx, dict(enumerate(kernels._attention_kernel.arg_names))) == []  # barriers before what others wrote
-
-
-@pytest.mark.first(2)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it is Triton's target")
-@pytest.mark.parametrize(
-    ("width", "codes", "most"),
-    [(512, False, 2700), (256, False, 700), (64, False, 440), (128, False, 550), (512, True, 6100), (256, True, 1300)],
-)
-def test_with_wgmma_a_chunk_fits_spills_nothing_and_waits_once_for_each_product(width, codes, most, tmp_path):
-    """``most`` bounds the issue slots of a scheduler for 64 rows and 64 keys; code without ``wgmma`` takes 490 to
-    4,500."""
-    program = attention_chunk.wgmma_program(width, codes)
-    warps, stages, rows = (program.pop(name) for name in ("num_warps", "num_stages", "BLOCK_M"))
-    constants = {
-        "KV_HEADS": 4,
-        "GROUPS": 8,
-        "D": width,
-        "SLOTS": 4096,
-        "SCALE": 0.1,
-        "SOFTCAP": 0.0,
-        "HAS_SINKS": False,
-    }
-    constants |= {"CODES": codes, "BLOCK_D": width, "BLOCK_M": rows, "ROWS": rows, "PLAIN_ROWS": 0, **program}
-    cache, scale = ("*i8", "*fp32") if codes else ("*bf16", "*bf16")
-    types = ["*bf16", cache, cache, "*i64", "*i64", "*bf16", "*bf16", scale, scale, "i32"]
-    found = usage_of(attention_chunk._attention_chunk_kernel, types, constants, 90, tmp_path, warps, stages=stages)
-    assert found.stack == 0 and BY_ARCH["sm_90"].resident(found.registers, found.shared, 32 * warps) >= 1
-    assert "HGMMA" in found.loop and "HMMA" not in found.loop
-    assert found.loop.count("WARPGROUP") <= 4  # ptxas would wait for each instruction if it saw another use of the sums
-    assert len(found.loop) * warps / 4 * (64 * 64) / (rows * program["BLOCK_N"]) <= most

@@ -8,16 +8,10 @@ from unittest import mock
 import pytest
 import torch
 import triton.experimental.gluon.language  # noqa: F401  (it copies the library while that is not interpreted)
-from cuda_lowered import EDGE, short_cuts
-from executorch.backends.cuda.cuda_backend import CudaBackend
-from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
-from executorch.exir import to_edge_transform_and_lower
-from executorch.exir.backend.compile_spec_schema import CompileSpec
-from executorch.exir.lowered_backend_module import LoweredBackendModule
+from cuda_lowered import lowered
 from machine_code.runtime_symbols import lacking
 from random_checkpoints import FAMILIES, SIZE
 from torch import nn
-from torch._inductor import config as inductor
 from torch.export import Dim
 from torch.nn import functional as F
 from torchao.quantization import IntxUnpackedToInt8Tensor
@@ -25,9 +19,6 @@ from triton.runtime import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton_interpreter import interpreted
 
-from eagle3.export.lowering.cuda.backend import OPTIONS
-from eagle3.export.lowering.cuda.inductor.fusion import fused_further
-from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.kernels import (
     choices,
     int4_experts,
@@ -38,7 +29,6 @@ from eagle3.export.lowering.cuda.kernels import (
 )
 from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
-from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.weights import experts as fused
 from eagle3.export.lowering.cuda.weights.quantization import check_recipe, fitted_recipe, quantize
 from eagle3.runner.artifact.cuda_library import read_library
@@ -107,9 +97,12 @@ def random_experts(family: str) -> tuple[Experts, Experts]:
 
 
 @pytest.mark.first(7)
-@pytest.mark.parametrize("name", [*NAMES, "gpt-oss-20b"])
-@pytest.mark.parametrize("rows", [3, 20])
-@pytest.mark.parametrize("how", [nullcontext, by_kernels])
+@pytest.mark.parametrize(
+    ("how", "rows", "name"),
+    [(nullcontext, 3, name) for name in (*NAMES, "gpt-oss-20b")]
+    + [(nullcontext, 20, "qwen3-30B-A3B"), (by_kernels, 3, "qwen3-30B-A3B"), (by_kernels, 20, "llama4-scout")]
+    + [(by_kernels, 3, "gpt-oss-20b"), (by_kernels, 20, "gemma4-26B-A4B")],
+)
 def test_fused_experts_give_the_numbers_of_dequantized_weights(how, rows, name):
     module, plain = random_experts(name)
     assert isinstance(module, fused.FusedExperts if name in NAMES else fused.Int8Experts)
@@ -158,14 +151,15 @@ def test_a_chunk_beyond_the_expert_kernels_offsets_is_refused():
         exported(module, 17, most + 1)
 
 
-def exported(module: nn.Module, shortest: int, longest: int):
+def inputs(shortest: int, longest: int) -> tuple[tuple, dict]:
     rows, length = Dim("rows", min=shortest, max=longest), min(longest, 64) - 1 | 1
-    given = (
-        torch.randn(length, 64, dtype=torch.bfloat16),
-        torch.zeros(length, 3, dtype=torch.int64),
-        torch.ones(length, 3),
-    )
-    return torch.export.export(module, given, dynamic_shapes=({0: rows},) * 3, strict=False)
+    given = torch.randn(length, 64).bfloat16(), torch.zeros(length, 3, dtype=torch.int64), torch.ones(length, 3)
+    return given, {"dynamic_shapes": ({0: rows},) * 3}
+
+
+def exported(module: nn.Module, shortest: int, longest: int):
+    given, dynamic = inputs(shortest, longest)
+    return torch.export.export(module, given, strict=False, **dynamic)
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -210,20 +204,13 @@ def test_an_experts_activation_is_recognized_and_one_with_a_limit_is_distinct(na
 @pytest.mark.parametrize("longest", [16, 64])
 def test_fused_experts_compile_without_a_gpu_and_the_bytes_of_a_window_are_counted(longest):
     module, plain = random_experts("gemma4-26B-A4B")
-    program = exported(module, 2 if longest <= 16 else 9, longest)
-    specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
-    rows = {"forward": 1}, {"forward": longest}
-    options = inductor.patch(OPTIONS)
-    with short_cuts(), named_gpu("sm_90"), options, fused_further(), recorded_launches(*rows) as launches:
-        lowered = to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)], compile_config=EDGE)
-    made = lowered.exported_program()
-    calls = [node.target for node in made.graph.nodes if node.op == "call_function"]
-    assert torch.ops.higher_order.executorch_call_delegate in calls
-    assert not any("triton" in str(call) or "eagle3" in str(call) for call in calls)
-    (delegate,) = (each for each in made.graph_module.children() if isinstance(each, LoweredBackendModule))
-    buffers = [each for each in delegate.named_data_store_output.buffers if isinstance(each, bytes)]
-    (library,) = (read_library(each) for each in buffers if each.startswith(b"\x7fELF"))
+    given, dynamic = inputs(2 if longest <= 16 else 9, longest)
+    _, graph = lowered(module, given, rows=1, longest=longest, library=True, **dynamic)
+    calls = [str(node.target) for node in graph.edge.exported_program().graph.nodes if node.op == "call_function"]
+    assert any("executorch_call_delegate" in call for call in calls)
+    assert not any("triton" in call or "eagle3" in call for call in calls)
+    library = read_library(graph.library)
     assert lacking(library.needs, library.asks_for) == []
     if longest <= 16:  # one row, which chose three
         held = sum(tensor.nbytes for tensor in module.buffers())
-        assert launches["forward"]["weight_bytes"] == held * 3 // plain.count
+        assert graph.recorded["weight_bytes"] == held * 3 // plain.count

@@ -57,10 +57,10 @@ def assert_found(findings: Counter[Finding], what: str, line: str) -> None:
     assert any(re.search(what, kind) and re.search(line, text) for kind, text in sites), sites
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", SMALL)
 def test_no_kernel_has_a_race_in_any_order_of_its_programs(name):
-    findings = found(SMALL[name], "forward", "reversed", "shuffled", "delayed")
+    findings = found(SMALL[name], "forward", "reversed", "delayed")
     assert not findings, "\n".join(map(str, findings))
 
 
@@ -82,9 +82,12 @@ READS = r"tl\.load\((PARTS|STATS|sums) "
 
 
 @pytest.mark.first(5)
-@pytest.mark.parametrize("name", DIVIDED)
-@pytest.mark.parametrize("wrong", ARRIVING)
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [(wrong, "int4") for wrong in ARRIVING] + [(list(ARRIVING)[at % 5], name) for at, name in enumerate(DIVIDED)],
+)
 def test_unordered_partial_sums_are_found(name, wrong, tmp_path):
+    """Every fault in one kernel, and one fault in each."""
     with fault(tmp_path, sums, *ARRIVING[wrong], *USERS[sums]):
         findings = found(SMALL[name])
     assert_found(findings, "a load and a store of two programs meet and nothing orders them", READS)

@@ -82,37 +82,21 @@ def test_device_properties_are_those_of_the_gpu_named_last():
     assert not torch.cuda.is_available() and not has_triton()
 
 
-@without_gpu
-def test_triton_compiles_for_the_named_gpu_code_that_later_ones_run_too():
-    source = triton.compiler.ASTSource(
-        _copy, signature={"x": "*fp32", "y": "*fp32", "n": "constexpr"}, constexprs={"n": 64}
-    )
-    earlier = driver._active
-    with compiling(BY_ARCH["sm_90"]):
-        compiled = triton.compile(source, target=driver.active.get_current_target())
-    assert driver._active is earlier
-    assert ".target sm_90\n" in compiled.asm["ptx"]  # not sm_90a, whose PTX is for that architecture alone
-
-
-@triton.jit
-def _copy(x, y, n: triton.language.constexpr):
-    place = triton.language.arange(0, n)
-    triton.language.store(y + place, triton.language.load(x + place))
-
-
 @triton.jit
 def _maximum(x, y, n: triton.language.constexpr):
     triton.language.store(y, triton.language.max(triton.language.load(x + triton.language.arange(0, n)), 0))
 
 
 @without_gpu
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
-def test_a_maximum_over_a_warp_is_compiled_for_any_architecture(arch):
-    """Unpatched, Triton's LLVM ends the process for sm_100."""
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_triton_compiles_for_the_named_gpu_code_that_later_ones_run_too(arch):
+    """Code is not for sm_90a, whose PTX is for that architecture alone. Unpatched, Triton's LLVM ends the process for
+    a maximum over a warp on sm_100."""
     source = triton.compiler.ASTSource(_maximum, {"x": "*fp32", "y": "*fp32", "n": "constexpr"}, {"n": 256})
+    earlier = driver._active
     with compiling(BY_ARCH[arch]):
         compiled = triton.compile(source, target=driver.active.get_current_target())
-    assert f".target {arch}\n" in compiled.asm["ptx"]
+    assert driver._active is earlier and f".target {arch}\n" in compiled.asm["ptx"]
 
 
 def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: HeuristicType) -> SimpleNamespace:
@@ -204,11 +188,12 @@ def _many_sums(x, y, n: triton.language.constexpr):
 
 @without_gpu
 def test_spills_are_read_from_the_compiled_kernel():
+    source = triton.compiler.ASTSource(_many_sums, {"x": "*bf16", "y": "*fp32", "n": "constexpr"}, {"n": 64})
     spilled = []
-    for n, warps in ((32, 4), (256, 4)):
-        source = triton.compiler.ASTSource(_many_sums, {"x": "*bf16", "y": "*fp32", "n": "constexpr"}, {"n": n})
+    for registers in (None, 32):
+        options = {"num_warps": 4, "maxnreg": registers}
         with compiling(BY_ARCH["sm_90"]):
-            compiled = triton.compile(source, target=driver.active.get_current_target(), options={"num_warps": warps})
+            compiled = triton.compile(source, target=driver.active.get_current_target(), options=options)
         spilled.append(usage(compiled.asm["cubin"])[1])
     assert spilled[0] == 0 < spilled[1]
 
@@ -266,7 +251,7 @@ def test_weights_are_fake_on_the_gpu_with_their_data_on_the_host():
         )
 
 
-@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.t(), lambda t: t[1:], lambda t: t[:, 2], lambda t: t[:0]])
+@pytest.mark.parametrize("view", [lambda t: t.t(), lambda t: t[1:], lambda t: t[:, 2], lambda t: t[:0]])
 def test_host_data_are_the_bytes_of_the_tensor_in_memory(view):
     tensor = view(torch.arange(64, dtype=torch.int16).reshape(8, 8))
     data = HostData(tensor)
@@ -291,16 +276,6 @@ def test_the_toolchain_is_on_the_path_and_a_library_linked_with_it_loads_the_dri
         subprocess.run([cpp_compiler(), *link], check=True)
     assert "libcuda.so.1" in loaded_by(library)
     assert dict(os.environ) == before
-
-
-def test_a_library_lists_the_driver_as_needed_although_the_linker_drops_unused_ones(tmp_path):
-    """The stub has the driver's functions, since ExecuTorch's runtime does not load libcuda for an artifact."""
-    source, built = tmp_path / "asks.c", tmp_path / "asks.so"
-    source.write_text("void cuLaunchKernel(void);\nvoid run(void) { cuLaunchKernel(); }\n")
-    with toolchain():
-        subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,--as-needed", source, "-lcuda", "-o", built], check=True)
-    dynamic = subprocess.run(["readelf", "-d", built], capture_output=True, text=True, check=True).stdout
-    assert "libcuda.so.1" in dynamic
 
 
 def test_a_missing_cuda_toolchain_is_refused_with_what_to_install(monkeypatch, tmp_path):

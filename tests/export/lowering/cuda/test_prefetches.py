@@ -9,8 +9,8 @@ import pytest
 import torch
 import triton.language as tl
 from cuda_lowered import lowered
+from kernel_inputs import activations, int4_weight, int8_weight
 from records_models import Mlp, linear, tiles, traced
-from small_m_weights import activations, int4_weight, int8_weight
 from torch import Tensor, nn
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.codecache import CudaKernelParamCache

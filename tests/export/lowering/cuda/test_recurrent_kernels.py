@@ -1,5 +1,5 @@
 """The kernels of recurrent layers, run by the interpreter, give the numbers of float64. A window has the bits of single
-rows. Each fault put in by hand is found, and the compiled code is checked."""
+rows. Each fault put in by hand is found."""
 
 import random
 from contextlib import contextmanager
@@ -9,7 +9,6 @@ import torch
 from cuda_lowered import lowered
 from gpu_work import work_of
 from kernel_faults import fault
-from kernel_usage import usage
 from recurrent_calls import CLOSE, D_K, HEADS, KEY_HEADS, Layer, Rule, behind, chunks, gap, part, walk, windows
 from torch import Tensor, nn
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -40,17 +39,15 @@ def narrow(monkeypatch):
     monkeypatch.setattr(kernels, "CHUNK_COLUMNS", 16)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.whole)])
-def test_every_call_of_a_runner_gives_the_outputs_of_float64(rule, seed):
+def test_every_call_of_a_runner_gives_the_outputs_of_float64(rule):
     with interpreted(kernels):
-        assert max(walk(rule, seed)) < CLOSE
+        assert max(walk(rule)) < CLOSE
 
 
-@pytest.mark.parametrize("strongest", [400.0, pytest.param(60.0, marks=pytest.mark.whole)])
-def test_strong_decays_of_a_row_or_a_channel_leave_the_others_exact(rule, strongest):
+def test_strong_decays_of_a_row_or_a_channel_leave_the_others_exact(rule):
     """``exp(-400)`` is 0 in float32, and its inverse is infinite."""
     with interpreted(kernels):
-        assert max(walk(rule._replace(strongest=strongest))) < CLOSE
+        assert max(walk(rule._replace(strongest=400.0))) < CLOSE
 
 
 def test_a_window_gives_the_bits_of_single_rows_however_many_are_accepted(rule):
@@ -68,8 +65,8 @@ def test_a_window_gives_the_bits_of_single_rows_however_many_are_accepted(rule):
     assert torch.equal(layer.state, alone.state)
 
 
-@pytest.mark.parametrize("count", [ROLLBACK_ROWS + 2, 3 * ROLLBACK_ROWS])
-def test_chunks_of_any_length_commit_all_but_the_last_rows(rule, count):
+def test_a_chunk_commits_all_but_its_last_rows(rule):
+    count = 2 * ROLLBACK_ROWS + 2
     text = rule.rows(count + 1, count)
     right = rule.expected(text)
     with interpreted(kernels):
@@ -300,10 +297,11 @@ CASES = [
         (chunks, OF_BLOCKS, ("kimi",)),
         (windows, OF_MAMBA2_ROWS, ("mamba2",)),
     )
-    for name, change in of.items()
-    for rule in rules
+    for at, (name, change) in enumerate(of.items())
+    for rule in [list(rules)[at % len(rules)]]
 ]
-"""The faults by name, with the rule, the calls that reveal them, the module, and what is put in place of what."""
+"""The faults by name, each in one of the rules that have its lines, the calls that reveal them, the module, and what is
+put in place of what."""
 
 
 @pytest.mark.first(4)
@@ -345,33 +343,3 @@ def test_only_strong_decays_reveal_sums_from_the_first_row(tmp_path):
 def test_the_same_calls_are_right_without_a_fault(rule, calls):
     with interpreted(kernels):
         assert max(calls(rule._replace(d_v=16))) < CLOSE
-
-
-PUBLISHED = {
-    "Qwen3.5 27B": (16, 48, 128, 128, True, 1),
-    "Kimi Linear 48B": (32, 32, 128, 128, True, 128),
-    "Nemotron-H": (8, 128, 128, 64, False, 1),
-    "Falcon-H1 34B": (2, 32, 256, 128, False, 1),
-}
-"""Key heads, heads, key size and value size, whether updates depend on the state, and the decays of a head in a row."""
-POINTERS = ["*fp32"] * 5
-SHARED_BYTES = 99 * 1024
-"""A program has no more on sm_86, sm_89 and sm_120."""
-
-
-@pytest.mark.first(4)
-@pytest.mark.parametrize("arch", [90, 80, 100, 120])
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_kernels_spill_nothing_in_published_sizes(name, arch, tmp_path):
-    key_heads, heads, d_k, d_v, delta, decays = PUBLISHED[name]
-    sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "D_K": d_k, "D_V": d_v, "BLOCK_K": d_k, "SLOTS": kernels.SLOTS}
-    sizes |= {"WIDTH": key_heads * d_k + heads * d_v + heads * decays, "DELTA": delta, "DECAYS": decays}
-    types = [*POINTERS, "*fp32", "*fp32", "*i64", "*i64", "*fp32", "i32", "i32"]
-    constants = sizes | {"COLUMNS": kernels.ROW_COLUMNS}
-    rows = usage(kernels._recurrent_rows_kernel, types, constants, arch, tmp_path, kernels.ROW_WARPS)
-    assert rows.stack == 0 and rows.registers <= 80
-    types = [*POINTERS, "*fp32", "*fp32", "*fp32", "*i64", "*i64", "*i1", "*fp32", "i32", "i32"]
-    constants = sizes | {"COLUMNS": kernels.CHUNK_NUMBERS // d_k, "BLOCK": kernels.BLOCK}
-    constants |= {"DOUBLINGS": kernels.DOUBLINGS, "SLICE": d_k // kernels.CHUNK_WARPS}
-    chunk = usage(kernels._recurrent_chunk_kernel, types, constants, arch, tmp_path, kernels.CHUNK_WARPS)
-    assert chunk.stack == 0 and chunk.shared <= SHARED_BYTES and "mma.sync" in chunk.ptx

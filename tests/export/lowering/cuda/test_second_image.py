@@ -9,27 +9,19 @@ from types import SimpleNamespace
 import gpu_cost
 import pytest
 import torch
-from cuda_lowered import EDGE, short_cuts
-from executorch.backends.cuda.cuda_backend import CudaBackend
-from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
-from executorch.exir import to_edge_transform_and_lower
-from executorch.exir.backend.compile_spec_schema import CompileSpec
+from cuda_lowered import lowered
+from kernel_inputs import Int4Linear, activations
 from machine_code.barriers import faults
 from machine_code.libraries import preferred
 from machine_code.sass import disassembler, images, read_codes, read_usages
-from matmul_parts import Int4Linear
-from small_m_weights import activations
-from torch._inductor import config as inductor
 from torch._inductor.runtime.hints import HeuristicType
-from torch.export import Dim, export
+from torch.export import Dim
 from triton import Config
 from triton.runtime.errors import OutOfResources
 
-from eagle3.export.lowering.cuda.backend import OPTIONS
-from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.kernels import large_m, sums
 from eagle3.export.lowering.cuda.kernels.attention import attention
-from eagle3.export.lowering.cuda.named_gpu import named_gpu, second_image
+from eagle3.export.lowering.cuda.named_gpu import second_image
 from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages, own_config, plain_config, shared_by_both
 from eagle3.runner.artifact.cuda_library import fatbin_entries, read_library
 from eagle3.runner.contract import TARGET_VERIFY
@@ -52,25 +44,16 @@ class Layer(torch.nn.Module):
         return self.int4(x), self.linear(x), attention(x.view(1, x.shape[0], -1, 512), self.cache, self.cache, *given)
 
 
-def lowered(arch: str) -> tuple[dict, dict[str, bytes]]:
-    """Return the recorded launches of a layer of many rows, and its kernels' fatbins."""
-    rows = {0: Dim("rows", min=33, max=1024)}
-    program = export(Layer(), (activations(ROWS, WIDTH), torch.arange(ROWS)), dynamic_shapes=(rows, rows))
-    specs = [CudaBackend.generate_method_name_compile_spec("prefill"), CompileSpec("low_memory_mode", b"ON")]
-    rows = {"prefill": ROWS}
-    gpu = named_gpu(arch), sums.made_for_named(arch)
-    with short_cuts(), gpu[0], gpu[1], inductor.patch(OPTIONS), recorded_launches(rows, rows) as launches:
-        edge = to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)], compile_config=EDGE)
-    stored = [data if isinstance(data, bytes) else data.to_bytes() for data in edge._named_data_store.buffers]
-    (library,) = (data for data in stored if data.startswith(b"\x7fELF"))
-    return launches, read_library(library).kernels
-
-
 @pytest.fixture(scope="module")
 def on_hopper():
+    """The recorded launches of a layer of many rows, and its kernels' fatbins."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: nothing is substituted")
-    return lowered("sm_90")
+    rows = {0: Dim("rows", min=33, max=1024)}
+    given = activations(ROWS, WIDTH), torch.arange(ROWS)
+    with sums.made_for_named("sm_90"):
+        _, graph = lowered(Layer(), given, rows=ROWS, library=True, dynamic_shapes=(rows, rows))
+    return graph.recorded, read_library(graph.library).kernels
 
 
 INT4, TEMPLATE, ATTENTION = KINDS = "_int4_matmul_kernel", "triton_tem", "_attention_chunk_kernel"
@@ -79,7 +62,7 @@ INT4, TEMPLATE, ATTENTION = KINDS = "_int4_matmul_kernel", "triton_tem", "_atten
 @pytest.fixture(scope="module")
 def entries(on_hopper) -> dict[str, dict]:
     """The recorded launches by the beginning of their kernels' names."""
-    launches = on_hopper[0]["prefill"]["launches"]
+    launches = on_hopper[0]["launches"]
     named = {name: [each for each in launches if each["kernel"].startswith(name)] for name in KINDS}
     return {name: entry for name, (entry,) in named.items()}
 
@@ -145,7 +128,7 @@ TOKENS = 1024
 
 def counted(on_hopper, entries: dict[str, dict], gpus: list[Gpu]) -> dict[str, dict]:
     """Return the figures of kernels with a context of ``TOKENS``, by the beginning of their names."""
-    launches = {TARGET_VERIFY: on_hopper[0]["prefill"] | {"launches": list(entries.values())}}
+    launches = {TARGET_VERIFY: on_hopper[0] | {"launches": list(entries.values())}}
     context = gpu_cost.Context(TOKENS, SLOTS) if ATTENTION in entries else gpu_cost.NO_CONTEXT
     found = gpu_cost.cost(launches, {TARGET_VERIFY: on_hopper[1]}, gpus, 1, context)["methods"][TARGET_VERIFY]
     return dict(zip(entries, found["kernels"], strict=True))

@@ -58,8 +58,7 @@ CASES = [
     (KINDS[2], 16),
     ((0, False, 2.0, False), 16),
     (KINDS[0], 16),
-    *((KINDS[1], heads) for heads in (4, 16)),
-    (KINDS[2], 4),
+    (KINDS[1], 4),
     ((8, True, 2.0, True), 4),
 ]
 
@@ -80,7 +79,7 @@ def test_lowered_softcaps_and_sinks_equal_the_eager_reference(kind, heads, tmp_p
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(("kind", "heads"), CASES)
+@pytest.mark.parametrize(("kind", "heads"), CASES[::3])
 def test_lowered_attention_is_right_for_single_rows_from_the_first_position_on(kind, heads, tmp_path):
     method = lowered(Layer(cpu_attention, heads, *kind), inputs(heads, 0, 1, 0), None, tmp_path / "layer.pte")
     eager = Layer(EagerAttention, heads, *kind)
@@ -171,13 +170,9 @@ def test_values_in_a_kv_cache_take_no_planned_memory_of_their_own(tmp_path):
 
 BLOCKS = [
     (4, 0, Block()),
-    (16, 0, Block()),
-    (4, 0, Block(causal=True)),
     (16, 0, Block(causal=True)),
-    (4, 12, Block(6, from_first_row=True)),
-    (16, 12, Block(6, from_first_row=True, causal=True)),
-    (4, 12, Block(7)),
-    (16, 12, Block(7, causal=True)),
+    (16, 12, Block(6, from_first_row=True)),
+    (4, 12, Block(7, causal=True)),
 ]
 """The query heads, the window of a ring that holds what a block of 5 rows attends to, and the block."""
 

@@ -73,16 +73,6 @@ def early_with_lanes_of_both(W, X, OUT, BLOCK: tl.constexpr):
     tl.store(OUT + at, value)
 
 
-def copy_to_both(X, ONE, TWO, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    places = tl.where(at < 40, (ONE + at).to(tl.uint64), (TWO + at).to(tl.uint64))
-    tl.store(places.to(tl.pointer_type(tl.float32)), tl.load(X + at))
-
-
-def early_without_a_wait(W, X, OUT, BLOCK: tl.constexpr):
-    tl.load(W + tl.arange(0, BLOCK))
-
-
 def asks(RECORDS, X, NEXT, OUT, BLOCK: tl.constexpr, OF_NEXT: tl.constexpr):
     at = tl.arange(0, BLOCK)
     weight = tl.load(RECORDS + at)
@@ -144,10 +134,9 @@ SIGNATURES: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {
     **{
         function.__name__: (function, {"W": "*fp32", "X": "*fp32", "OUT": "*fp32"}, {"BLOCK": 64})
         for function in (
-            early, early_with_its_input, early_with_its_output, early_with_lanes_of_both, early_without_a_wait,
+            early, early_with_its_input, early_with_its_output, early_with_lanes_of_both,
         )
     },
-    "copy_to_both": (copy_to_both, dict.fromkeys(("X", "ONE", "TWO"), "*fp32"), {"BLOCK": 64}),
     "own_small_m_kernel": (own_small_m_kernel, dict.fromkeys(("Q", "X", "OUT"), "*fp32"), {"BLOCK": 64}),
     "asks_beside_w": (asks_beside_w, dict.fromkeys(("W", "X", "NEXT", "OUT"), "*fp32"), {"BLOCK": 64, "OF_NEXT": 256}),
     **{

@@ -8,11 +8,15 @@ from unittest.mock import patch
 
 import torch
 from attention_products import made as made_product
-from int4_expert_weights import choices, weights_of
-from int8_expert_weights import weights_of as int8_weights_of
-from k_quant_weights import weight as k_quant_weight
-from matmul_parts import parts
-from small_m_weights import int4_weight, int8_weight
+from kernel_inputs import (
+    choices,
+    int4_experts_weights,
+    int4_weight,
+    int8_experts_weights,
+    int8_weight,
+    k_quant_weight,
+    parts,
+)
 
 from eagle3.export.lowering.cuda.kernels import (
     advance,
@@ -152,7 +156,7 @@ def attend_to_product(rows: int, first: int, window: int = 0, int8: bool = False
 
 def experts_of(rows: int) -> None:
     """Launch 4 experts, of which each row chooses 2, with sizes of outputs and K that are not multiples of a tile."""
-    x, weights, (chosen, factors) = _rows(rows, 96), weights_of(4, 96, 32), choices(rows, 4, 2)
+    x, weights, (chosen, factors) = _rows(rows, 96), int4_experts_weights(4, 96, 32), choices(rows, 4, 2)
     kernel = int4_experts.int4_experts_small_m_kernel
     inner = int4_experts._launch_experts(kernel, x, *weights[:2], chosen, factors, sums.SILU)
     int4_experts._launch_experts(kernel, inner, *weights[2:], chosen, factors)
@@ -160,7 +164,7 @@ def experts_of(rows: int) -> None:
 
 def int8_experts_of(rows: int) -> None:
     x, (chosen, _) = _rows(rows, 96), choices(rows, 4, 2)
-    kernel, weights = int8_experts._int8_experts_small_m_kernel, int8_weights_of(4, 70, 96)
+    kernel, weights = int8_experts._int8_experts_small_m_kernel, int8_experts_weights(4, 70, 96)
     int8_experts._launch_experts(kernel, x, *weights, chosen)
 
 

@@ -6,7 +6,7 @@ kernel (``stand_in_kernels.py``). This tests everything in an artifact except th
 with their grids and arguments, the memory that they access, the memory that methods share, the waits of the host, and
 the results of all kernels, Inductor's and this package's.
 
-    echo '[{"prompt": [2, 318, 825], "max_new_tokens": 8}]' | python tests/helpers/interpreted_artifact.py ARTIFACT
+    echo '[{"prompt": [2, 318, 825], "max_new_tokens": 8}]' | python tests/gpu_stand_in/interpreted_artifact.py ARTIFACT
 """
 
 import os
@@ -23,6 +23,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import click
 import torch

@@ -1,6 +1,6 @@
 """Gives PyTorch's CPU build a CUDA device: tensors of device type CUDA on the stand-in's driver, and the part of
 ``torch.cuda`` that a runner uses. PyTorch's own Python code stays (``torch.cuda.graph``);
-``stand_in/torch_device.cpp`` and this module replace its CUDA libraries.
+``device/torch_device.cpp`` and this module replace its CUDA libraries.
 """
 
 import ctypes

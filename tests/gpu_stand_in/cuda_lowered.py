@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -62,12 +62,14 @@ def only_checked() -> Iterator[None]:
         yield
 
 
-def lowered(module, given, **dynamic):
-    """Lower a module; the result cannot be loaded. Return the kernels that it calls, in order and with their arguments,
-    and a record of its inputs, outputs and buffers."""
+def lowered(module, given, rows: int = 0, longest: int = 0, arch: str = "sm_90", library: bool = False, **dynamic):
+    """Lower a module. Return the kernels that it calls, in order and with their arguments, and a record of its inputs,
+    outputs, buffers and launches. Dynamic sizes count as ``rows``, for the workspace as ``longest``. Without
+    ``library`` the result cannot be loaded; with it, ``graph.library`` has its bytes and ``graph.edge`` the program."""
     program = torch.export.export(module, given, strict=False, **dynamic)
     specs = [CudaBackend.generate_method_name_compile_spec("forward"), CompileSpec("low_memory_mode", b"ON")]
     called, graph = [], SimpleNamespace()
+    counts = ({"forward": rows}, {"forward": longest or rows}) if rows else ({}, {})
 
     def note(self, kernel_name, call_args, **kwargs):
         called.append((kernel_name, list(call_args)))
@@ -81,21 +83,23 @@ def lowered(module, given, **dynamic):
         graph.outputs = V.graph.get_output_names()
         graph.buffers = {name: tuple(x.maybe_get_size() or ()) for name, x in V.graph.name_to_buffer.items()}
 
-    options = inductor.patch(OPTIONS)
     with (
         short_cuts(),
-        named_gpu("sm_90"),
-        options,
+        named_gpu(arch),
+        inductor.patch(OPTIONS),
         fused_further(),
-        only_checked(),
-        recorded_launches({}, {}) as launches,
+        nullcontext() if library else only_checked(),
+        recorded_launches(*counts) as launches,
     ):
         call, finish = CppWrapperGpu._generate_kernel_call_helper, CppWrapperGpu.finalize_prefix
         with patch.multiple(CppWrapperGpu, _generate_kernel_call_helper=note, finalize_prefix=keep):
-            to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)], compile_config=EDGE)
-    (recorded,) = launches.values()
-    graph.launches = recorded["launches"]
-    graph.grids = {entry["kernel"]: entry["grid"] for entry in recorded["launches"]}
+            graph.edge = to_edge_transform_and_lower(program, partitioner=[CudaPartitioner(specs)], compile_config=EDGE)
+    (graph.recorded,) = launches.values()
+    graph.launches = graph.recorded["launches"]
+    graph.grids = {entry["kernel"]: entry["grid"] for entry in graph.launches}
+    if library:
+        stored = (each if isinstance(each, bytes) else each.to_bytes() for each in graph.edge._named_data_store.buffers)
+        (graph.library,) = (each for each in stored if each.startswith(b"\x7fELF"))
     return called, graph
 
 

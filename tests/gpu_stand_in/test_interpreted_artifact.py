@@ -10,7 +10,7 @@ import pytest
 import torch
 from check_interpreted import compare, config_of, eagerly
 from gpu_greedy import NEAR_TIE, EagerGreedy, first_difference
-from places import HELPERS, ROOT
+from places import GPU_STAND_IN, ROOT
 
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, SPECULATE, TARGET_VERIFY
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def interpreted(artifact, asked: list[dict]) -> dict:
-    command = [sys.executable, HELPERS / "interpreted_artifact.py", artifact]
+    command = [sys.executable, GPU_STAND_IN / "interpreted_artifact.py", artifact]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Builds, loads and calls the stand-in for CUDA's driver and runtime (``stand_in/driver.cpp``) from Python.
+"""Builds, loads and calls the stand-in for CUDA's driver and runtime (``device/driver.cpp``) from Python.
 
 It needs neither PyTorch nor Triton. It is loaded into the process under the name of the driver's own library, before
 any code looks for that library.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCES = Path(__file__).with_name("stand_in")
+SOURCES = Path(__file__).with_name("device")
 HANDLES = ("block", "stream", "event", "module", "function", "graph", "executable", "pinned", "capture")
 
 LAUNCHED = ctypes.CFUNCTYPE(

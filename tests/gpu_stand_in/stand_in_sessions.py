@@ -3,7 +3,7 @@ failing calls.
 
 Launches are checked and compute nothing, so that a round takes milliseconds.
 
-    python tests/helpers/stand_in_sessions.py ARTIFACT [MOST]      JSON; MOST: failures of each call, default 12
+    python tests/gpu_stand_in/stand_in_sessions.py ARTIFACT [MOST]      JSON; MOST: failures of each call, default 12
 """
 
 import os
@@ -196,9 +196,9 @@ def main(artifact: Path, most: int) -> None:
         found["keeps"] = sessions.rounds(10, graphs=False, kept=[])
         gc.collect()
         sessions.machine.device.start()  # later launches end after the driver's checks
-        found["graphs"] = sessions.rounds(1000, graphs=True)
-        found["without"] = sessions.rounds(1000, graphs=False)
-        found["loads"] = loads(sessions, 100)
+        found["graphs"] = sessions.rounds(300, graphs=True)
+        found["without"] = sessions.rounds(100, graphs=False)
+        found["loads"] = loads(sessions, 20)
         found["failures"] = sessions.failures(most)
     click.echo(json.dumps(found | {"journal": sessions.machine.device.journal()}))
 

@@ -1,7 +1,7 @@
 """Small models with INT4 weights, to be packed into records, and their traces."""
 
 import torch
-from small_m_weights import int4_weight
+from kernel_inputs import int4_weight
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F

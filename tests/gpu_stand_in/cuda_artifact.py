@@ -1,7 +1,7 @@
 """Exports gemma4-tiny, or the model that the flags name, to CUDA by running ``eagle3-export``. The Triton source of
 each compiled kernel is kept in a folder beside the artifact, for ``interpreted_artifact.py``.
 
-    python tests/helpers/cuda_artifact.py FOLDER [FLAGS OF eagle3-export]
+    python tests/gpu_stand_in/cuda_artifact.py FOLDER [FLAGS OF eagle3-export]
 """
 
 import ast

@@ -243,16 +243,22 @@ def loaded_before_waits() -> Iterator[list[np.ndarray]]:
 
 
 @contextmanager
-def words_read(kind: tl.dtype = tl.uint32) -> Iterator[list[np.ndarray]]:
+def words_read(kind: tl.dtype | None = tl.uint32) -> Iterator[list[np.ndarray]]:
     """Yield a list of the addresses of the values of a type, 32-bit words by default, that kernels load within this
-    context, one array per load."""
+    context, one array per load; of None, those of all values."""
     read: list[np.ndarray] = []
     load = InterpreterBuilder.create_masked_load
 
     def counted(self, ptrs: TensorHandle, mask: TensorHandle, other: TensorHandle, *options: Any) -> TensorHandle:
-        if ptrs.get_element_ty() == kind:
+        if kind in (None, ptrs.get_element_ty()):
             read.append(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].ravel())
         return load(self, ptrs, mask, other, *options)
 
     with mock.patch.object(InterpreterBuilder, "create_masked_load", counted):
         yield read
+
+
+def within(read: list[np.ndarray], tensor: torch.Tensor) -> np.ndarray:
+    """Return those of the addresses that lie in a tensor."""
+    at = np.concatenate([each.ravel() for each in read])
+    return at[(at >= tensor.data_ptr()) & (at < tensor.data_ptr() + tensor.nbytes)]
