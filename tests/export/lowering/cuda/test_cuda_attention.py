@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 import triton_interpreter
-from gpu_cost import chunks
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from kernel_usage import usage as usage_of
 from machine_code.barriers import faults
+from machine_code.bounds import chunks
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F

@@ -7,9 +7,9 @@ from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
-from gpu_work import work_of
 from kernel_usage import SHARED, usage
 from machine_code.ptx import SECTOR, WARP, loads
+from machine_code.work import work_of
 from matmul_parts import Int4Linear, assert_product, parts
 from small_m_weights import activations, int4_weight
 from torch import Tensor

@@ -8,8 +8,8 @@ import pytest
 import torch
 import triton.language as tl
 from cuda_lowered import lowered
-from gpu_work import work_of
 from kernel_usage import usage
+from machine_code.work import work_of
 from small_m_weights import activations, int4_weight
 from torch import Tensor, nn
 from torch.export import Dim

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 from built_libraries import build, launched
-from gpu_cost import main_loop
-from gpu_work import cache_reads, products
+from machine_code.bounds import main_loop
 from machine_code.libraries import cuda_kernels
 from machine_code.ptx import Load, loads
 from machine_code.sass import disassembler, parse, read_codes
+from machine_code.work import cache_reads, products
 from places import HELPERS
 from triton import Config
 
