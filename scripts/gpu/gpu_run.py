@@ -235,7 +235,7 @@ def add_paths(work: Path) -> None:
     sys.path.append(str(work / PACKAGES.removesuffix(".tar.xz")))
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", choices=list(PLANS))
     parser.add_argument("folder", type=Path, help="what gpu_make.py wrote")
@@ -243,9 +243,13 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, help="for PLAN.json and PLAN.txt [$OUT, or FOLDER-found]")
     parser.add_argument("--work", type=Path, help="for what is unpacked [a folder in /tmp]")
     parser.add_argument("--stage", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    given = parser().parse_args()
     if unknown := set(given.only) - PLANS[given.plan].keys():
-        parser.error(f"{given.plan} has no stage {min(unknown)}: it has {', '.join(PLANS[given.plan])}")
+        parser().error(f"{given.plan} has no stage {min(unknown)}: it has {', '.join(PLANS[given.plan])}")
     folder = given.folder.resolve()
     found = given.output_dir or Path(os.environ.get("OUT") or folder.with_name(f"{folder.name}-found"))
     work = given.work or Path(tempfile.gettempdir()) / "eagle3-gpu"
