@@ -57,7 +57,6 @@ NOT_RUN = {
     "eagle3-bench out-long": "takes an artifact of 16,640 slots",
     "python scripts/gpu/gpu_": GPU,
     "python3 scripts/gpu/gpu_": GPU,
-    "python scripts/bench/bench_export.py --layers 60": GPU,
     "python scripts/bench/bench_llama_cpp.py": LONG,
     "serve run": "takes a cluster of Ray; tests/runner/serve/test_serve_ray.py starts one where Ray is installed",
     "exported = export(": "exports with the default folder, and asks the hub for Gemma 4 31B",

@@ -14,18 +14,12 @@ import gpu_run
 import gpu_tournament
 import pytest
 import torch
+from artifact_tokens import with_tokens
 from gpu_cubins import MANIFEST, Cubins
 from gpu_run import AGAIN, EXPECTED, LAYOUTS, Record
 from machine_code.sass import read_codes
 from places import ROOT
-from proposed import proposed
 from small_tournament import LINEARS
-
-from eagle3.runner.artifact.opening import open_artifact
-from eagle3.runner.hosts.opening import open_session
-from eagle3.runner.loop.generation import complete
-
-PROMPTS, TOKENS = ([5, 7, 11], [40, 41, 42, 43, 44, 45]), 8
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +27,6 @@ def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cubins")
     gpu_tournament.compile_all(folder, LINEARS)
     return folder
-
-
-def with_tokens(artifact: Path, copy: Path) -> Path:
-    """Copy an artifact compiled for the CPU, with the tokens of its own three methods."""
-    shutil.copytree(artifact, copy)
-    session, said = open_session(open_artifact(copy), "torch"), []
-    session.has_speculate = False
-    for prompt in PROMPTS:
-        with proposed(session) as proposals:
-            found = complete(session, prompt, max_new_tokens=TOKENS, stop_ids=[])
-        said.append({"prompt": prompt, "margins": [1.0] * TOKENS, "token_ids": found.token_ids})
-        said[-1] |= {"stats": found.stats.counts(), "proposals": proposals}
-    session.close()
-    (copy / EXPECTED).write_text(json.dumps(said))
-    return copy
 
 
 def sources(folder: Path) -> Path:

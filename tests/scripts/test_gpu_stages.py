@@ -10,9 +10,9 @@ import gpu_rounds
 import gpu_stages
 import pytest
 import torch
+from artifact_tokens import with_tokens
 from gpu_run import EXPECTED
 from gpu_stages import NotRun, Wrong
-from test_gpu_run import with_tokens
 
 from eagle3.runner.loop.generation import complete
 
