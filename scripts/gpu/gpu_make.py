@@ -38,7 +38,7 @@ PACKED = (
     "mdurl",
 )
 """The packages that the runner imports besides PyTorch and transformers. Their Python files travel, the tables that
-these read, and libraries that are for every version of Python."""
+these read, libraries that are for every version of Python, and the program by which ExecuTorch reads a ``.ptd``."""
 NOT_READ = "/tests/golden/", "*.safetensors", "*.gguf"
 """What the other machine does not read of the sources, as patterns of ``git sparse-checkout``."""
 LIMIT = 40 << 20

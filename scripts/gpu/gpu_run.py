@@ -168,7 +168,7 @@ def prepare(folder: Path, work: Path) -> None:
 def unpacked(folder: Path, work: Path, name: str) -> Path:
     """Return the folder of an archive's contents. Raises ValueError if the archive is missing or broken."""
     place = work / name.removesuffix(".tar.xz")
-    if place.is_dir():
+    if place.is_dir() and any(place.iterdir()):  # an empty folder is nothing
         return place
     with tempfile.TemporaryDirectory(dir=work) as fresh:
         try:

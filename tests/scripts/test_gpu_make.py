@@ -118,11 +118,12 @@ def test_the_tokens_of_a_module_are_those_of_its_steps(tmp_path, monkeypatch):
         gpu_expected.expected(tmp_path, 3, 1)
 
 
-def test_packages_are_python_files_and_libraries_for_every_python(tmp_path, monkeypatch):
+def test_packages_are_python_files_and_programs_for_every_python(tmp_path, monkeypatch):
     kept = tmp_path / "kept"
-    monkeypatch.setattr(gpu_make, "PACKED", ("llguidance", "flatbuffers"))
+    monkeypatch.setattr(gpu_make, "PACKED", ("llguidance", "executorch"))
     monkeypatch.setattr(gpu_make, "pack", lambda folder, _archive: shutil.copytree(folder, kept))
     gpu_make.Making(tmp_path, "sm_90", 0).packages(tmp_path / "packages.tar.xz")
     names = [str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()]
-    assert "llguidance/_lib.abi3.so" in names and "flatbuffers/__init__.py" in names
-    assert all(name.endswith((".py", ".yaml", ".fbs", ".abi3.so", "METADATA")) for name in names)
+    needed = {"llguidance/_lib.abi3.so", "executorch/data/bin/flatc", "executorch/exir/dialects/edge/edge.yaml"}
+    assert needed <= set(names) and os.access(kept / "executorch" / "data" / "bin" / "flatc", os.X_OK)
+    assert all(name.endswith((".py", ".yaml", ".fbs", ".abi3.so", "METADATA", "/flatc")) for name in names)
