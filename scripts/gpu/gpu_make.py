@@ -74,7 +74,7 @@ class Making(NamedTuple):
                 for file in of.files or ():
                     if (
                         file.suffix in (".py", ".yaml", ".fbs")
-                        or file.name == "METADATA"
+                        or file.name in ("METADATA", "flatc")
                         or file.name.endswith(".abi3.so")
                     ):
                         place = Path(folder, file)
