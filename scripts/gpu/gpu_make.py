@@ -39,6 +39,7 @@ PACKED = (
 )
 """The packages that the runner imports besides PyTorch and transformers. Their Python files travel, the tables that
 these read, libraries that are for every version of Python, and the program by which ExecuTorch reads a ``.ptd``."""
+TAKEN = (".py", ".yaml", ".fbs", ".abi3.so", "METADATA", "flatc")
 NOT_READ = "/tests/golden/", "*.safetensors", "*.gguf"
 """What the other machine does not read of the sources, as patterns of ``git sparse-checkout``."""
 LIMIT = 40 << 20
@@ -72,11 +73,7 @@ class Making(NamedTuple):
             for name in PACKED:
                 of = distribution(name)
                 for file in of.files or ():
-                    if (
-                        file.suffix in (".py", ".yaml", ".fbs")
-                        or file.name in ("METADATA", "flatc")
-                        or file.name.endswith(".abi3.so")
-                    ):
+                    if file.parts[0] != ".." and file.name.endswith(TAKEN):  # a command lies outside of its package
                         place = Path(folder, file)
                         place.parent.mkdir(parents=True, exist_ok=True)
                         shutil.copy(of.locate_file(file), place)
