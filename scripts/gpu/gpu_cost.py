@@ -19,7 +19,7 @@ from eagle3.runner.system.gpus import GPUS
 from eagle3.runner.system.tables import show_tables, table
 
 NOT_MEASURED = {"int4_records": "records", "_fused_moe": "experts", "experts_small_m": "experts"}
-"""What has not been timed on a GPU, by a part of a kernel's name."""
+"""The levers that have not been timed on a GPU, by a part of a kernel's name."""
 
 
 @click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    "))

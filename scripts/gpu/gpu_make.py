@@ -41,7 +41,7 @@ PACKED = (
 these read, libraries that are for every version of Python, and the program by which ExecuTorch reads a ``.ptd``."""
 TAKEN = (".py", ".yaml", ".fbs", ".abi3.so", "METADATA", "flatc")
 NOT_READ = "/tests/golden/", "*.safetensors", "*.gguf"
-"""What the other machine does not read of the sources, as patterns of ``git sparse-checkout``."""
+"""The sources that the other machine does not read, as patterns of ``git sparse-checkout``."""
 LIMIT = 40 << 20
 """The most bytes that should travel."""
 TOKENS, PROMPTS = 24, 3

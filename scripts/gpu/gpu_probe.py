@@ -1,4 +1,4 @@
-"""How fast a GPU reads weights once: by loads, and by bulk copies through a ring of shared memory (``read_probe.cu``).
+"""Measures how fast a GPU reads weights once: by loads, and by bulk copies through a ring (``read_probe.cu``).
 
 Nothing is computed but an xor, so this is the ceiling of a matmul of few rows. It is measured over 4 GiB and over 65
 MB at a time, the size of a linear of Gemma 4 31B, in a CUDA graph as in a round.
