@@ -2,7 +2,7 @@
 
     python scripts/gpu/gpu_carry.py pack out out.tar.xz      # code, metadata, and the first bytes of each weight
     python scripts/gpu/gpu_carry.py unpack out.tar.xz out    # there: fills each weight with its first bytes
-    python scripts/gpu/gpu_check.py --only round --wide out
+    ... gpu_run.py A with FOLDER/wide/tiles.tar.xz
 
 Gemma 4 31B is packed into 6 MB. A step takes as long as with the true weights, except with experts, because a window
 reads only the experts that its rows choose. The tokens are meaningless. An artifact of less than 200 MB is refused when
@@ -14,6 +14,7 @@ import json
 import lzma
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,17 @@ def pack(artifact: Path, packed: Path) -> None:
 )  # fmt: skip
 def unpack(packed: Path, artifact: Path, others: tuple[Path, ...]) -> None:
     """Write the folder ARTIFACT from PACKED, each weight filled with its sample."""
-    if artifact.exists():
-        raise click.ClickException(f"{artifact} is there already")
+    try:
+        unpack_artifact(packed, artifact, others)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def unpack_artifact(packed: Path, artifact: Path, others: Sequence[Path] = ()) -> None:
+    """Write the folder ``artifact``, whole or not at all. An empty one in its place is replaced. Raises ValueError if
+    it has contents, or if ``packed`` is not what ``pack`` wrote."""
+    if artifact.is_dir() and any(artifact.iterdir()):
+        raise ValueError(f"{artifact} is there already")
     artifact.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=artifact.parent) as folder:
         whole = Path(folder) / "artifact"
@@ -82,11 +92,19 @@ def unpack(packed: Path, artifact: Path, others: tuple[Path, ...]) -> None:
                 tar.extractall(whole, filter="data")
             fill(whole, others)
         except (tarfile.TarError, lzma.LZMAError, EOFError, OSError, KeyError, ValueError) as error:
-            raise click.ClickException(f"{packed} is not what pack wrote: {error}") from error
+            raise ValueError(f"{packed} is not what pack wrote: {error}") from error
         whole.rename(artifact)
 
 
-def fill(artifact: Path, others: tuple[Path, ...] = ()) -> None:
+def is_whole(artifact: Path) -> bool:
+    """Return True if the folder has all files of the export, in their sizes."""
+    if not (artifact / EXPORT_RECORD).is_file():
+        return False
+    files = json.loads((artifact / EXPORT_RECORD).read_text())["files"]
+    return all((file := artifact / name).is_file() and file.stat().st_size == of["bytes"] for name, of in files.items())
+
+
+def fill(artifact: Path, others: Sequence[Path] = ()) -> None:
     """Make the file of the weights from the index and the samples that were unpacked, or link that of one of
     ``others`` with the same weights."""
     weights, samples, recorded = artifact / WEIGHTS_FILE, artifact / SAMPLES, weights_of(artifact)

@@ -120,12 +120,14 @@ class Driver:
 
 
 class Cubins:
-    """The machine code in ``folder``. ``driver``: an object with the driver's calls. ``stream``: returns the stream of
-    a launch."""
+    """The machine code in ``folder``, and the sizes and activations of the ``linears`` that it is for. ``driver``: an
+    object with the driver's calls. ``stream``: returns the stream of a launch."""
 
     def __init__(self, folder: Path, driver: "Driver", stream: Callable[[], int]):
         self.folder, self.driver, self.stream = folder, driver, stream
-        self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        found = json.loads((folder / MANIFEST).read_text())
+        self.manifest: dict[str, Any] = found["kernels"]
+        self.linears: dict[str, tuple[int, int, str]] = {name: tuple(of) for name, of in found["linears"].items()}
         self.functions: dict[str, ctypes.c_void_p] = {}
 
     def function(self, key: str) -> ctypes.c_void_p:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import triton
-from bench_small_m import LINEARS
 from gpu_cubins import Kernel
 from torch import Tensor
 
-from eagle3.export.lowering.cuda.kernels import bf16, small_m
+from eagle3.export.lowering.cuda.kernels import bf16, k_quants, small_m
 from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
 from eagle3.export.lowering.cuda.kernels.int4.records import layout as record_layout
 from eagle3.export.lowering.cuda.kernels.int4.tiles import kernel as int4
@@ -22,7 +21,10 @@ from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH
 
 ROUND = {"sliding_qkv": "", "sliding_o": "", "gate_up": GELU_TANH, "down": ""}
 """The linears of a layer of Gemma 4 31B, in the order of a round, with their activations."""
-ALONE = ROUND | {"lm_head": ""}
+SIZES = {
+    "sliding_qkv": (16384, 5376), "sliding_o": (5376, 8192), "gate_up": (43008, 5376), "down": (5376, 21504),
+    "lm_head": (262144, 5376),
+}  # fmt: skip
 CLOSE = 2**-7
 """The largest permitted error of an output, as a share of the largest output."""
 CHECKED = 1024
@@ -30,6 +32,10 @@ CHECKED = 1024
 Weight = tuple[Tensor, ...]
 Linears = dict[str, tuple[int, int, str]]
 """The sizes [N, K] and the activations of linears, by name."""
+GEMMA: Linears = {name: (*size, ROUND.get(name, "")) for name, size in SIZES.items()}
+"""The linears of Gemma 4 31B that the tournament runs on."""
+K_QUANTS = {"q4_k": 4, "q5_k": 5, "q6_k": 6}
+"""The bits of a code by format. These formats run on ``down`` alone."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,18 @@ def _int8(
     return small_m._launch_int8(kernel, x, *weight, arrived)
 
 
+def _k_quant(
+    kernel: Kernel, x: Tensor, weight: Weight, arrived: Tensor, _activation: str, _following: Weight | None
+) -> Tensor:
+    return k_quants._launch_k_quant(kernel, x, *_with_high(weight), arrived)
+
+
+def _with_high(weight: Weight) -> tuple[Any, ...]:
+    """Return the four parts of a K-quant; Q4_K has no high bits."""
+    qdata, *high, codes, steps = weight
+    return qdata, *(high or [None]), codes, steps
+
+
 VARIANTS = (
     Variant("tiled", "int4", "tiled", int4.int4_small_m_kernel, lambda q, *rest: (q, *int4.tiled(*rest)), _tiled),
     _records("records"),
@@ -93,29 +111,44 @@ VARIANTS = (
     _records("records, early, the next and 4 blocks ahead in L2", rows=(4,), **int4_records.LEVERS, AHEAD=4, next=True),
     Variant("bf16", "bf16", "bf16", bf16._bf16_small_m_kernel, lambda w: (w,), _bf16, (4,)),
     Variant("int8", "int8", "int8", small_m._int8_small_m_kernel, lambda *parts: parts, _int8, (4,)),
+    *(Variant(name, name, name, k_quants._k_quant_small_m_kernel, lambda *parts: parts, _k_quant) for name in K_QUANTS),
 )
 
 
 def made(format: str, n: int, k: int, device: str) -> Weight:
-    """Return a random weight of a format: for INT4 the parts of a ``CudaCoalescedInt4Tensor``."""
+    """Return a random weight of a format, the same at each call: for INT4 the parts of a
+    ``CudaCoalescedInt4Tensor``."""
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(n + k)
 
     def codes(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         least = torch.iinfo(dtype).min
-        return torch.randint(least, least + 256, shape, dtype=dtype, device=device)
+        return torch.randint(least, least + 256, shape, dtype=dtype, device=device, generator=generator)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(shape, device=device, generator=generator)
 
     def steps(largest: float) -> Tensor:
-        return (torch.rand(n, k // 256, device=device) * largest / 255).half()
+        return (rand(n, k // 256) * largest / 255).half()
 
     if format == "bf16":
-        return (torch.randn(n, k, device=device).bfloat16(),)
+        return (torch.randn(n, k, device=device, generator=generator).bfloat16(),)
     if format == "int8":
-        scale = torch.rand(n, k // 32, device=device).bfloat16() / 100
+        scale = rand(n, k // 32).bfloat16() / 100
         return codes(n, k, dtype=torch.int8), scale, codes(n, k // 32, dtype=torch.int8)
+    if bits := K_QUANTS.get(format):
+        tiles, blocks = -(-n // int4.TILE), k // int4.BLOCK
+        high = [codes(n // k_quants.OF_WORD[bits], k // 2)] if bits > 4 else []
+        scales = codes(tiles, blocks, 8, int4.TILE, 2, dtype=torch.int8 if bits == 6 else torch.uint8)
+        step = rand(tiles, blocks, int4.TILE, 1 if bits == 6 else 2) / 1000
+        return codes(n, k // 2), *high, scales, step.half()
     return codes(n, k // 2), codes(n, k // 32), steps(0.1), codes(n, k // 32), steps(15)
 
 
-def dense(format: str, weight: Weight) -> Tensor:
-    """Return a weight made by ``made`` as float32 [N, K]."""
+def dense(format: str, weight: Weight, rows: slice) -> Tensor:
+    """Return some rows of a weight made by ``made`` as float32 [N, K]."""
+    if format in K_QUANTS:
+        return k_quants.dequantized(*_with_high(weight))[rows]
+    weight = tuple(part[rows] for part in weight)
     if format == "bf16":
         return weight[0].float()
     if format == "int8":
@@ -123,16 +156,13 @@ def dense(format: str, weight: Weight) -> Tensor:
     return int4.dequantized([weight[0]], *int4.tiled(*weight[1:]))[0]
 
 
-def cases(linears: dict[str, tuple[int, int, str]]) -> list[tuple[str, int, Variant]]:
+def cases(linears: Linears, variants: tuple[Variant, ...] | None = None) -> list[tuple[str, int, Variant]]:
     """Return all combinations of linear, number of rows and variant."""
     return [
         (linear, rows, variant)
         for linear, (_, _, activation) in linears.items()
-        for variant in VARIANTS
+        for variant in variants or VARIANTS
         for rows in variant.rows
-        if not activation or variant.format != "int8"
+        if not activation or variant.format in ("int4", "bf16")
+        if linear == "down" or variant.format not in K_QUANTS
     ]
-
-
-GEMMA = {name: (*LINEARS[name], activation) for name, activation in ALONE.items()}
-"""The linears that the tournament runs on: N, K and activation."""

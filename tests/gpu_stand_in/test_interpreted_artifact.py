@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 import torch
-from check_interpreted import compare, config_of, eagerly
-from gpu_greedy import NEAR_TIE, EagerGreedy, first_difference
-from places import GPU_STAND_IN, ROOT
+from gpu_expected import EagerGreedy, config_of, eagerly
+from gpu_stages import NEAR_TIE, equal_proposals, first_difference
+from places import GPU_STAND_IN
 
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, SPECULATE, TARGET_VERIFY
 
@@ -20,8 +20,20 @@ ASKED = [
 ]
 pytestmark = [
     pytest.mark.whole,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: scripts/gpu/gpu_check.py"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: scripts/gpu/gpu_run.py"),
 ]
+
+
+LEAST = 0.9
+"""The least share of equal proposals. Some proposals of a random head are near-ties, which bfloat16 decides."""
+
+
+def compare(expected: dict, found: dict) -> list[str]:
+    """Return the faults of one prompt's generation."""
+    ways = "fused_rounds", "three_methods"
+    wrong = [f"{way}: {name}" for way in ways for name in ("token_ids", "stats") if found[way][name] != expected[name]]
+    same, every = equal_proposals(expected["proposals"], found["proposals"])
+    return [*wrong, *(["proposals"] if same < LEAST * every else [])]
 
 
 def interpreted(artifact, asked: list[dict]) -> dict:
@@ -38,7 +50,7 @@ def found(cuda_artifact):
 
 @pytest.fixture(scope="module")
 def greedy(cuda_artifact):
-    return EagerGreedy("cpu", config_of(cuda_artifact))
+    return EagerGreedy(config_of(cuda_artifact))
 
 
 def test_interpreted_fused_rounds_and_three_methods_give_the_eager_greedy_tokens(found, greedy):
@@ -52,8 +64,7 @@ def test_interpreted_fused_rounds_and_three_methods_give_the_eager_greedy_tokens
 
 def test_interpreted_rounds_and_proposals_equal_the_modules(found, greedy):
     for asked, generation in zip(ASKED, found["generations"], strict=True):
-        facts, wrong = compare(eagerly(greedy, asked["prompt"], asked["max_new_tokens"]), generation)
-        assert not wrong, facts
+        assert not compare(eagerly(greedy, asked["prompt"], asked["max_new_tokens"]), generation)
 
 
 @pytest.mark.parametrize("fault", ["token_ids", "stats", "proposals"])
@@ -62,10 +73,10 @@ def test_a_difference_from_the_module_is_named(found, greedy, fault):
     if fault == "proposals":
         calls = generation["proposals"]
         for other in [[token + 1 for token in call] for call in calls], [], calls[: len(calls) // 2]:
-            assert compare(expected, generation | {fault: other})[1] == [fault]
+            assert compare(expected, generation | {fault: other}) == [fault]
     else:
         other = generation["fused_rounds"] | {fault: None}
-        assert compare(expected, generation | {"fused_rounds": other})[1] == [f"fused_rounds: {fault}"]
+        assert compare(expected, generation | {"fused_rounds": other}) == [f"fused_rounds: {fault}"]
 
 
 def test_the_interpreted_artifact_makes_no_refused_call_and_leaks_nothing(found):
@@ -90,11 +101,10 @@ def test_records_with_prefetches_and_early_launches_give_the_eager_greedy_tokens
     """The stand-in refuses a prefetch of bytes that the next matmul does not read, and a launch that does not wait."""
     asked = ASKED[0] | {"max_new_tokens": 3}
     found = interpreted(records_artifact, [asked])
-    greedy = EagerGreedy("cpu", config_of(records_artifact))
+    greedy = EagerGreedy(config_of(records_artifact))
     generation = found["generations"][0]["three_methods"]
     assert found["generations"][0]["fused_rounds"] == generation
-    facts, wrong = compare(eagerly(greedy, asked["prompt"], asked["max_new_tokens"]), found["generations"][0])
-    assert not wrong, facts
+    assert not compare(eagerly(greedy, asked["prompt"], asked["max_new_tokens"]), found["generations"][0])
     parting = first_difference(generation["token_ids"], *greedy(asked["prompt"], asked["max_new_tokens"]))
     assert len(generation["token_ids"]) == 3 and (parting is None or parting[1] <= NEAR_TIE)
     assert found["races"] == "" and found["journal"] == [] and set(found["left"].values()) == {0}
@@ -103,13 +113,6 @@ def test_records_with_prefetches_and_early_launches_give_the_eager_greedy_tokens
 @pytest.mark.whole
 def test_other_orders_of_programs_and_delayed_stores_give_the_same_bits(cuda_artifact):
     """The rows of a call are on both sides of a ring's end, and of the end of a part of the attention."""
-    command = [
-        sys.executable,
-        ROOT / "scripts" / "gpu" / "check_races.py",
-        "--fast",
-        cuda_artifact,
-        "reversed",
-        "delayed",
-    ]
+    command = [sys.executable, GPU_STAND_IN / "artifact_races.py", cuda_artifact, "reversed", "delayed"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "nothing found" in done.stdout, done.stdout + done.stderr

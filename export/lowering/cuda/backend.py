@@ -100,7 +100,7 @@ class NvidiaBackend:
 
     dtype = torch.bfloat16
     attention: AttentionFactory = CudaAttention
-    eager_on_host = False  # attention is a Triton kernel; scripts/gpu/gpu_check.py compares tokens on the GPU
+    eager_on_host = False  # attention is a Triton kernel; scripts/gpu/gpu_run.py compares tokens on the GPU
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError or FileNotFoundError, with what to type, if this machine cannot lower the plan."""

@@ -45,7 +45,8 @@ inline std::vector<Image> images_of(const char* data) {
   if (!memcmp(data, "\x7f" "ELF", 4)) {
     auto size = at<uint64_t>(data, 0x28) + at<uint16_t>(data, 0x3a) * uint64_t(at<uint16_t>(data, 0x3c));
     auto programs = at<uint64_t>(data, 0x20) + at<uint16_t>(data, 0x36) * uint64_t(at<uint16_t>(data, 0x38));
-    found.push_back({data, std::max(size, programs), true, at<uint32_t>(data, 0x30) & 0xff, 0});
+    unsigned flags = at<uint32_t>(data, 0x30), arch = data[8] < 8 ? flags : flags >> 8;  // since CUDA 13 one byte up
+    found.push_back({data, std::max(size, programs), true, arch & 0xff, 0});
   } else if (at<uint32_t>(data, 0) == FATBIN) {
     uint64_t place = at<uint16_t>(data, 6), end = place + at<uint64_t>(data, 8);
     while (place < end) {

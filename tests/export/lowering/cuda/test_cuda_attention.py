@@ -6,9 +6,9 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import triton.language as tl
-from gpu_cost import chunks
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from machine_code.bounds import chunks
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F

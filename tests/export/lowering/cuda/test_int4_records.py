@@ -8,8 +8,8 @@ import pytest
 import torch
 import triton.language as tl
 from cuda_lowered import lowered
-from gpu_work import work_of
 from kernel_inputs import activations, assert_product, int4_weight
+from machine_code.work import work_of
 from torch import Tensor, nn
 from torch.export import Dim
 from triton_interpreter import asked_of_l2, exact_dots, interpreted, loaded_before_waits, within, words_read

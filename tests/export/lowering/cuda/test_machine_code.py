@@ -10,10 +10,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gpu_work import cache_reads
 from kernel_usage import source_of
 from machine_code.ptx import Load, loads
 from machine_code.sass import disassembler, parse, read_codes
+from machine_code.work import cache_reads
 from places import GPU_STAND_IN
 from triton import Config
 from triton.runtime import driver

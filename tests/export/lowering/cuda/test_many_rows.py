@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cuda_lowered import lowered
-from gpu_work import work_of
 from kernel_inputs import (
     KINDS,
     Int4Linear,
@@ -19,6 +18,7 @@ from kernel_inputs import (
     parts,
 )
 from kernel_usage import Recorded
+from machine_code.work import work_of
 from torch import Tensor
 from torch.export import Dim, export
 from triton_interpreter import interpreted, within, words_read

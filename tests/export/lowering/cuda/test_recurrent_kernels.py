@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from cuda_lowered import lowered
-from gpu_work import work_of
 from kernel_faults import fault
+from machine_code.work import work_of
 from recurrent_calls import CLOSE, D_K, HEADS, KEY_HEADS, Layer, Rule, behind, chunks, gap, part, walk, windows
 from torch import Tensor, nn
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -6,11 +6,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import gpu_cost
 import pytest
 import torch
 from cuda_lowered import lowered
 from kernel_inputs import Int4Linear, activations
+from machine_code import bounds
 from machine_code.barriers import faults
 from machine_code.libraries import preferred
 from machine_code.sass import disassembler, images, read_codes, read_usages
@@ -129,8 +129,8 @@ TOKENS = 1024
 def counted(on_hopper, entries: dict[str, dict], gpus: list[Gpu]) -> dict[str, dict]:
     """Return the figures of kernels with a context of ``TOKENS``, by the beginning of their names."""
     launches = {TARGET_VERIFY: on_hopper[0] | {"launches": list(entries.values())}}
-    context = gpu_cost.Context(TOKENS, SLOTS) if ATTENTION in entries else gpu_cost.NO_CONTEXT
-    found = gpu_cost.cost(launches, {TARGET_VERIFY: on_hopper[1]}, gpus, 1, context)["methods"][TARGET_VERIFY]
+    context = bounds.Context(TOKENS, SLOTS) if ATTENTION in entries else bounds.NO_CONTEXT
+    found = bounds.cost(launches, {TARGET_VERIFY: on_hopper[1]}, gpus, 1, context)["methods"][TARGET_VERIFY]
     return dict(zip(entries, found["kernels"], strict=True))
 
 
@@ -163,10 +163,10 @@ def test_the_cost_is_that_of_the_code_that_the_gpu_runs(on_hopper, kernels, entr
     alone = counted(on_hopper, {INT4: entries[INT4]}, gpus[2:])[INT4]
     assert alone["seconds"]["B200"] == kernel["seconds"]["B200"] and not alone["loop"]["warp_group"]
     # Without wgmma, Hopper's tensor cores are slower.
-    plain = gpu_cost.Issued(0, 0, 1e9, False)
+    plain = bounds.Issued(0, 0, 1e9, False)
     entry = {"weight_bytes": 0, "shared_bytes": 0, "threads": 128, "kernel": ""}
     slow, fast = (
-        gpu_cost._seconds(entry, 0, [], 1, 8, issued, 0, 0, gpus[1])["tensor"]
+        bounds._seconds(entry, 0, [], 1, 8, issued, 0, 0, gpus[1])["tensor"]
         for issued in (plain, plain._replace(warp_group=True))
     )
     assert fast / slow == pytest.approx(0.63)

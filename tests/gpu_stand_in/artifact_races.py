@@ -1,12 +1,11 @@
-"""Runs the launches of a CUDA artifact's methods by Triton's interpreter under the tests' race detector, without a GPU.
+"""Runs launches of a CUDA artifact by Triton's interpreter under the race detector, in several orders of programs.
 
-ARTIFACT is made by tests/gpu_stand_in/cuda_artifact.py. Every method is called with several numbers of rows, at
-positions where the rings of sliding windows or of recurrent layers wrap. Each launch runs in all ORDERS of its
-programs, and the results are compared bit for bit. The script prints the accesses that overlap by design, with the
-reason, and the races found; it exits with 1 if there are any races.
+ARTIFACT is made by ``cuda_artifact.py``. A verify and two draft steps are called at positions where the rings of
+sliding windows or of recurrent layers wrap. Each launch runs in all ORDERS of its programs, and the results are
+compared bit for bit. The script prints the accesses that overlap by design, with the reason, and the races found; it
+exits with 1 if there are any races.
 
-    python tests/gpu_stand_in/cuda_artifact.py /tmp/artifact
-    python scripts/gpu/check_races.py /tmp/artifact
+    python tests/gpu_stand_in/artifact_races.py ARTIFACT reversed delayed
 """
 
 import os
@@ -15,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton and any module with kernels is imported
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu_stand_in"))
 
 import click
 import torch
@@ -25,24 +22,16 @@ from interpreted_artifact import MODERATE, Machine
 from race_detector import ORDERS, Detector
 from race_hooks import watching
 
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
+from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
 from eagle3.runner.hosts.torch_host import TorchSession
 
-CALLS = {
-    PREFILL: (9, 33),
-    TARGET_VERIFY: (2, 16),
-    SPECULATE: (2, 16),
-    DRAFT_DECODE: (1, 4, 17),  # after a round, and after a prompt
-    DECODE: (1,),
-    FORWARD: (1, 17, 40),
-}
+CALLS = {TARGET_VERIFY: (16,), DRAFT_DECODE: (4, 17)}
 """Numbers of rows by method, clamped to the method's bounds. The first method returns features for the draft."""
-FAST = {TARGET_VERIFY: (16,), DRAFT_DECODE: (4, 17)}
 RING = 128
 """The slots of a ring buffer of gemma4-tiny, which is also the number of positions per part of its split attention."""
 
 
-def calls(session: TorchSession, wanted: dict[str, tuple[int, ...]]) -> Iterator[str]:
+def calls(session: TorchSession) -> Iterator[str]:
     """Make each call with half of its rows before the end of a ring buffer, and yield a description of the call.
 
     Of recurrent layers only the last rows can be computed again: the first call begins at position 0, and every other
@@ -50,9 +39,7 @@ def calls(session: TorchSession, wanted: dict[str, tuple[int, ...]]) -> Iterator
     """
     torch.manual_seed(1)
     feature, end = None, 1
-    for name, counts in wanted.items():
-        if name not in session._methods:  # an artifact without --with-decode, or without --with-forward
-            continue
+    for name, counts in CALLS.items():
         least, most = session._rows[name]
         for rows in dict.fromkeys(min(max(count, least), most) for count in counts):
             first = RING - rows // 2 if session.metadata.rollback_rows is None else end - 1
@@ -63,29 +50,25 @@ def calls(session: TorchSession, wanted: dict[str, tuple[int, ...]]) -> Iterator
             outputs = [each.cpu() for each in session._call(name, tokens, *given, at)]
             if any(each.is_floating_point() and not each.isfinite().all() for each in outputs):
                 raise click.ClickException(f"{name} of {rows} rows returned a value that is not finite")
-            if name in (PREFILL, TARGET_VERIFY):
+            if name == TARGET_VERIFY:
                 feature = outputs[1][:, -1:].clone()
             yield f"{name}, positions {at[0]} to {at[-1]}"
 
 
-@click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    "))
-@click.argument("artifact", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.argument("orders", nargs=-1, type=click.Choice(ORDERS))
-@click.option("--fast", is_flag=True, help="Run one verify and two draft steps only.")
-def main(artifact: Path, orders: tuple[str, ...], fast: bool) -> None:
+def main(artifact: Path, orders: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     machine = Machine(sources_of(artifact))
-    with machine.running(), watching(Detector(orders or ORDERS)) as detector:
+    with machine.running(), watching(Detector(orders)) as detector:
         session = machine.open(artifact, graphs=False, unwritten=MODERATE)  # calls begin far after position 0
-        for call in calls(session, FAST if fast else CALLS):
+        for call in calls(session):
             found = f"{len(detector.findings)} findings"
             click.echo(f"{call}: {machine.kernels.launches.total()} launches, {found} so far", err=True)
     for reason, count in detector.by_design.items():
         click.echo(f"by design, {count} times: {reason}")
     if detector.findings:
-        raise click.ClickException(f"found in {', '.join(detector.orders)}:\n{detector.report()}")
+        raise SystemExit(f"found in {', '.join(detector.orders)}:\n{detector.report()}")
     click.echo(f"{machine.kernels.launches.total()} launches in the orders {', '.join(detector.orders)}: nothing found")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), tuple(sys.argv[2:]) or ORDERS)
