@@ -30,7 +30,10 @@ def build(folder: Path) -> Path:
             pytest.skip(f"{tool} is not installed, which builds the native runner")
     (folder / "CMakeLists.txt").write_text(PROJECT)
     prefix = f"-DCMAKE_PREFIX_PATH={Path(executorch.__path__[0])}"
-    for command in (["cmake", "-S", folder, "-B", folder / "build", prefix], ["cmake", "--build", folder / "build", "-j2"]):
+    for command in (
+        ["cmake", "-S", folder, "-B", folder / "build", prefix],
+        ["cmake", "--build", folder / "build", "-j2"],
+    ):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder / "build"

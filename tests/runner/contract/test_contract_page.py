@@ -37,7 +37,9 @@ def test_the_program_refuses_methods_with_caches_of_their_own(artifact, tmp_path
     def apart(text):
         shared = "methods = {name: program.load_method(name)"
         assert shared in text
-        return text.replace(shared, 'methods = {name: Runtime.get().load_program(folder / "model.pte").load_method(name)')
+        return text.replace(
+            shared, 'methods = {name: Runtime.get().load_program(folder / "model.pte").load_method(name)'
+        )
 
     done = run(program(tmp_path, apart), artifact, [3, 4, 5], 8)
     assert done.returncode == 1 and "caches of their own" in done.stderr

@@ -38,9 +38,9 @@ def test_attention_equals_custom_sdpa(kernels, shape):
     if masked:
         mask = torch.where(torch.rand(rows, slots) < 0.4, 0.0, -math.inf)
         mask[:, 0] = 0
-    expected = torch.ops.llama.custom_sdpa(query, key, value, start, mask, 0.0, causal, 0.3)
+    expected = torch.ops.llama.custom_sdpa(query, key, value, start, mask, 0.0, causal, width**-0.5)
     out = torch.full_like(query, math.nan)
-    kernels.attend(out, query, key, value, start, mask, causal, 0.3)
+    kernels.attend(out, query, key, value, start, mask, causal, width**-0.5)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-6)
 
 
@@ -56,7 +56,12 @@ def test_a_row_that_sees_nothing_gets_zeros_and_large_scores_do_not_overflow(ker
 
 
 # batch, query heads, state heads, rows, keys, values, a decay for each channel
-RULES = [(1, 4, 4, 8, 16, 24, False), (2, 6, 3, 5, 5, 6, True), (1, 32, 16, 4, 128, 128, False), (1, 2, 1, 1, 1, 1, True)]
+RULES = [
+    (1, 4, 4, 8, 16, 24, False),
+    (2, 6, 3, 5, 5, 6, True),
+    (1, 32, 16, 4, 128, 128, False),
+    (1, 2, 1, 1, 1, 1, True),
+]
 
 
 @pytest.mark.parametrize("shape", RULES)
