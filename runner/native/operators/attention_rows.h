@@ -15,7 +15,7 @@
 namespace eagle3::operators::EAGLE3_VERSION {
 
 
-constexpr int kKeys = 128;  // keys of a block
+constexpr int kKeys = 64;  // keys of a block
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(32), aligned(4), may_alias));
