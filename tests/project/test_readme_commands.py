@@ -28,7 +28,8 @@ from terminal import PROMPT, Terminal
 from eagle3.runner import load
 
 ROOMS = ("", "export/", "export/draft/", "export/checks/fit/", "export/lowering/cuda/", "export/lowering/edge/")
-ROOMS += ("export/lowering/xnnpack/", "runner/", "runner/serve/", "scripts/", "targets/", "targets/gemma4_tiny/")
+ROOMS += ("export/lowering/xnnpack/", "runner/", "runner/native/", "runner/serve/", "scripts/", "targets/")
+ROOMS += ("targets/gemma4_tiny/",)
 READMES = (".github/CONTRIBUTING.md", *(f"{room}README.md" for room in ROOMS))
 MEASURED = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[ers]*/**/measured.md")))
 """Pages of figures. Their commands take minutes and are only parsed."""
@@ -203,6 +204,8 @@ def test_the_commands_of_a_readme_run_as_printed_in_their_order(readme, artifact
     for language, block in blocks((ROOT / readme).read_text()):
         if language == "python":
             run_python(block)
+        elif language in ("cmake", "cpp"):
+            continue  # tests/runner/native builds such an application
         elif not_run(block.splitlines()[0]) and NOT_RUN[not_run(block.splitlines()[0])] == "a picture":
             continue
         else:
