@@ -11,9 +11,8 @@ from eagle3.runner.artifact.opening import Artifact
 from eagle3.runner.contract import RUNTIMES
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_llm_ops, load_runtime
 from eagle3.runner.hosts.one_host import check_only_host
-from eagle3.runner.hosts.packed_file import PackedFile
+from eagle3.runner.hosts.packed_file import PackedFile, packed_weights_shared
 from eagle3.runner.hosts.session import Session
-from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
 from eagle3.runner.system.command import calm_stderr, verbose_note
 
 EXECUTORCH, TORCH, AUTO = RUNTIMES

@@ -11,8 +11,8 @@ from torch import Tensor
 from eagle3.runner.artifact.near_ties import NEAR_TIE
 from eagle3.runner.contract import DECODE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata
 from eagle3.runner.hosts.session import Session, Step
+from eagle3.runner.loop.adaptive_chain import ChainLength
 from eagle3.runner.loop.cached_tokens import still_held
-from eagle3.runner.loop.chain import ChainLength
 from eagle3.runner.loop.choice import Choice
 from eagle3.runner.loop.generation import generate
 from eagle3.runner.loop.lookup_choice import LookupChoice

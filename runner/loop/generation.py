@@ -7,8 +7,8 @@ from typing import Any
 
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Session
+from eagle3.runner.loop.adaptive_chain import ChainLength, FixedChain
 from eagle3.runner.loop.cached_tokens import CachedTokens
-from eagle3.runner.loop.chain import ChainLength, FixedChain
 from eagle3.runner.loop.choice import Choice, Greedy
 from eagle3.runner.loop.lookup_choice import LookupChoice
 from eagle3.runner.loop.rounds import Rounds

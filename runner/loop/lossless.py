@@ -18,7 +18,7 @@ from typing import Any
 from eagle3.runner.artifact.near_ties import near_tie_of
 from eagle3.runner.contract import DECODE, SPECULATE, TARGET_VERIFY
 from eagle3.runner.hosts.session import Session
-from eagle3.runner.loop.chain import ChainLength
+from eagle3.runner.loop.adaptive_chain import ChainLength
 from eagle3.runner.loop.choice import Greedy
 from eagle3.runner.loop.divergence import Divergence, MakeChoice, Place, Said, Watched
 from eagle3.runner.loop.generation import generate

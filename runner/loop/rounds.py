@@ -22,8 +22,8 @@ from torch import Tensor
 
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Session, Step
+from eagle3.runner.loop.adaptive_chain import ChainLength
 from eagle3.runner.loop.cached_tokens import CachedTokens, common_prefix
-from eagle3.runner.loop.chain import ChainLength
 from eagle3.runner.loop.choice import Choice
 from eagle3.runner.loop.lookup_choice import LookupChoice
 from eagle3.runner.loop.statistics import GenerationStats

@@ -27,9 +27,8 @@ from torch.export import Dim
 from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
 from eagle3.export.lowering.xnnpack.full_attention import FullAttention
 from eagle3.export.lowering.xnnpack.llm_ops_attention import heads_as_rows, heads_together, repeated_rows, rows_as_heads
-from eagle3.export.lowering.xnnpack.quantization import Recipe
+from eagle3.export.lowering.xnnpack.quantization import Recipe, quantize
 from eagle3.export.lowering.xnnpack.split_k import split_wide_linears
-from eagle3.export.lowering.xnnpack.weight_conversion import quantize
 from eagle3.runner.hosts.executorch_host import load_runtime
 from eagle3.runner.system.command import OneLineFailures, calm_stderr
 from eagle3.targets.attention import KVCacheShape

@@ -17,7 +17,7 @@ from eagle3.runner.commands.bench_figures import machine
 from eagle3.runner.commands.bench_report import rendered
 from eagle3.runner.contract import TARGET_VERIFY
 from eagle3.runner.hosts.executorch_host import ExecuTorchSession, load_llm_ops, load_runtime
-from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
+from eagle3.runner.hosts.packed_file import packed_weights_shared
 from eagle3.runner.loop.step_times import session_steps
 from eagle3.runner.system.command import calm_stderr
 from eagle3.runner.system.machine import leave_threads_to_xnnpack

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from eagle3.runner.loop.chain import FixedChain
+from eagle3.runner.loop.adaptive_chain import FixedChain
 
 
 @dataclass(frozen=True)

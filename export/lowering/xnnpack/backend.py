@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager
     from torch.export import ExportedProgram
 
-    from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
+    from eagle3.export.lowering.xnnpack.quantization import XnnpackWeights
     from eagle3.export.speculator.speculator import Eagle3Speculator
     from eagle3.targets.attention import AttentionFactory
 
@@ -41,7 +41,7 @@ class XnnpackBackend:
         from eagle3.export.lowering.xnnpack.bookkeeping import tables_read_by_libyaml
 
         with collected_rarely(), tables_read_by_libyaml():
-            from eagle3.export.lowering.xnnpack.attention import cpu_attention
+            from eagle3.export.lowering.xnnpack.full_attention import cpu_attention
 
         return cpu_attention
 
@@ -77,14 +77,14 @@ class XnnpackBackend:
 
     def conversion(self, plan: Plan) -> "XnnpackWeights":
         """Return the conversion that quantizes the target as it is read."""
-        from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
+        from eagle3.export.lowering.xnnpack.quantization import XnnpackWeights
 
         target, _ = recipes(plan)
         return XnnpackWeights(plan.skeleton.model, target)
 
     def prepare(self, speculator: "Eagle3Speculator", plan: Plan) -> None:
         """Quantize the draft head as the plan says."""
-        from eagle3.export.lowering.xnnpack.weight_conversion import quantize
+        from eagle3.export.lowering.xnnpack.quantization import quantize
 
         _, draft = recipes(plan)
         quantize(speculator.draft, draft, spare=set(map(id, speculator.target.parameters())))

@@ -14,6 +14,8 @@ slots.
 ``llama::update_cache`` writes in place. Except where a chunk is computed over all slots, the time of a step does not
 depend on ``max_seq_len``. Masked slots must hold finite numbers. They do, since ExecuTorch's runners begin with caches
 of zeros.
+
+Chooses the attention of a layer on the CPU.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from eagle3.export.lowering.xnnpack.llm_ops_attention import additive_mask, first_slot, heads_together, repeated_rows
+from eagle3.export.lowering.xnnpack.llm_ops_attention import (
+    LlmOpsAttention,
+    additive_mask,
+    first_slot,
+    heads_together,
+    repeated_rows,
+)
 from eagle3.export.lowering.xnnpack.used_slots import used_slots
 from eagle3.targets.attention import Block, KVCacheShape, attend, causal_mask
 from eagle3.targets.sinks import softcapped
@@ -135,3 +143,8 @@ class FullAttention(nn.Module):
 def whole_steps(count: int) -> int:
     """Return ``count`` slots rounded up to a multiple of ``STEP``; ``count`` is a symbol in a trace."""
     return (count + STEP - 1) // STEP * STEP
+
+
+def cpu_attention(shape: KVCacheShape) -> nn.Module:
+    """Return the attention module for a layer with such a cache; this function is an ``AttentionFactory``."""
+    return (LlmOpsAttention if shape.window or shape.sinks else FullAttention)(shape)

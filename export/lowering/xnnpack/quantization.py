@@ -3,6 +3,9 @@
 A linear of ``8da4w`` or ``8da8w`` quantizes each row of its input separately, to 8 bits, so that rows do not depend on
 each other. An embedding of ``8w`` looks up codes and multiplies them by the scales of their rows, so the table is never
 in float32.
+
+Converts each tensor of a target as it is read: XNNPACK computes in float32, or with weights quantized by the recipes
+here. Weights that another tool quantized are dequantized exactly.
 """
 
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.xnnpack.hqq import faster_search
 from eagle3.export.lowering.xnnpack.recipe import Recipe
+from eagle3.targets.loading import dequantized, is_plain
 
 ELEMENTS = 1 << 21
 """The number of elements of a weight that a core quantizes at once. With fewer elements, threads wait for Python's
@@ -134,3 +138,28 @@ def _embedding(func: object, _types: object, args: tuple[Any, ...], _kwargs: obj
     """Look up rows: ids [...] int64 -> [..., K]."""
     ids, table = (args[1], args[0]) if func is torch.ops.aten.embedding.default else args[:2]
     return F.embedding(ids, table.qdata).to(table.dtype) * F.embedding(ids, table.scale)
+
+
+class XnnpackWeights:
+    """The conversion for the target ``model`` (on the meta device)."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe):
+        self.recipe, self.dequantized = recipe, 0
+        modules = model.named_modules(remove_duplicate=False)
+        self.covered = {f"{name}.weight": module for name, module in modules if recipe.covers(module)}
+
+    def __call__(self, name: str, value: Tensor) -> Tensor:
+        self.dequantized += not is_plain(value)
+        value = dequantized(name, value)
+        return quantized(self.recipe, self.covered[name], value) if name in self.covered else value
+
+    def record(self) -> dict[str, Any]:
+        """Return how many weights were dequantized, for ``export.json``."""
+        return {"dequantized": self.dequantized} if self.dequantized else {}
+
+
+def quantize(model: nn.Module, recipe: Recipe, spare: set[int]) -> None:
+    """Quantize in place the weights of ``model`` that ``recipe`` covers, except those whose id is in ``spare``."""
+    for module in model.modules():
+        if recipe.covers(module) and id(module.weight) not in spare:
+            module.weight = nn.Parameter(quantized(recipe, module, module.weight.data), requires_grad=False)

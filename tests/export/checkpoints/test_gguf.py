@@ -21,8 +21,7 @@ from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.weights.k_quants import KQuantTensor
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
-from eagle3.export.lowering.xnnpack.quantization import Recipe, quantized
-from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
+from eagle3.export.lowering.xnnpack.quantization import Recipe, XnnpackWeights, quantized
 from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.report import plan_text

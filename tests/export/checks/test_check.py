@@ -20,8 +20,7 @@ from eagle3.export.checks.artifact import check_artifact, compare_tokens, measur
 from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.xnnpack.backend import BACKEND as xnnpack
-from eagle3.export.lowering.xnnpack.quantization import Recipe
-from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
+from eagle3.export.lowering.xnnpack.quantization import Recipe, XnnpackWeights
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.planning.taps import choose_taps
 from eagle3.runner.artifact.near_ties import near_tie

@@ -9,8 +9,7 @@ from scripted import ScriptedSession, scripted_metadata
 from simulated_rounds import Machine, Text, play, speed, to_the_best
 from told_chain import Told
 
-from eagle3.runner.loop.adaptive_chain import AcceptanceRates, AdaptiveChain
-from eagle3.runner.loop.chain import FixedChain
+from eagle3.runner.loop.adaptive_chain import AcceptanceRates, AdaptiveChain, FixedChain
 from eagle3.runner.loop.generation import generate
 
 

@@ -10,10 +10,9 @@ from transformers import MinNewTokensLengthLogitsProcessor
 
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Step
-from eagle3.runner.loop.choice import Greedy
+from eagle3.runner.loop.choice import Greedy, MinTokens
 from eagle3.runner.model import Model
 from eagle3.runner.options import Options
-from eagle3.runner.sampling.min_tokens import MinTokens
 from eagle3.runner.text.text import Text, TextStream
 from eagle3.targets import TARGETS
 

@@ -19,8 +19,8 @@ from eagle3.export.lowering.backend import load_backend
 from eagle3.export.lowering.cuda.weights import conversion as weights
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.quantization import fitted_recipe, lay_out, quantize
+from eagle3.export.lowering.xnnpack.quantization import XnnpackWeights
 from eagle3.export.lowering.xnnpack.recipe import Recipe
-from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
 from eagle3.export.output.folder import full_disk_named
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.speculator import tensor_files

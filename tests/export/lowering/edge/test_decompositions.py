@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from eagle3.export.lowering.edge.decompositions import decomposed
 from eagle3.export.lowering.edge.operator_traces import description
-from eagle3.export.lowering.xnnpack.quantization import Recipe
-from eagle3.export.lowering.xnnpack.weight_conversion import quantize
+from eagle3.export.lowering.xnnpack.quantization import Recipe, quantize
 
 ATEN = torch.ops.aten
 ASSERTS = (ATEN._assert_scalar.default, ATEN._assert_tensor_metadata.default)

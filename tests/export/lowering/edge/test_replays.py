@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from eagle3.export.lowering.edge import replays
 from eagle3.export.lowering.xnnpack import lowering, shortcuts, weight_names
 from eagle3.export.lowering.xnnpack.bookkeeping import code_on_call
-from eagle3.export.lowering.xnnpack.quantization import Recipe
-from eagle3.export.lowering.xnnpack.weight_conversion import quantize
+from eagle3.export.lowering.xnnpack.quantization import Recipe, quantize
 
 ROWS = Dim("rows", min=1, max=16)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.export import Dim
 
 from eagle3.export.lowering.xnnpack import full_attention
-from eagle3.export.lowering.xnnpack.attention import cpu_attention
+from eagle3.export.lowering.xnnpack.full_attention import cpu_attention
 from eagle3.export.lowering.xnnpack.llm_ops_attention import heads_as_rows, heads_together, repeated_rows, rows_as_heads
 from eagle3.export.lowering.xnnpack.lowering import lower
 from eagle3.targets.attention import Block, EagerAttention, KVCacheShape

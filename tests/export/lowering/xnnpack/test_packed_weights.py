@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from eagle3.runner.hosts.executorch_host import load_runtime
-from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
+from eagle3.runner.hosts.packed_file import packed_weights_shared
 
 LOADED = """
 import sys

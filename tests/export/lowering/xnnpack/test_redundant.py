@@ -12,8 +12,7 @@ from xnnpack_graph import node_counts
 from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
 from eagle3.export.lowering.xnnpack.forms import rows_before_heads
 from eagle3.export.lowering.xnnpack.lowering import remove_no_ops
-from eagle3.export.lowering.xnnpack.quantization import Recipe
-from eagle3.export.lowering.xnnpack.weight_conversion import quantize
+from eagle3.export.lowering.xnnpack.quantization import Recipe, quantize
 from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE
 

@@ -10,9 +10,8 @@ from torch import nn
 from xnnpack_lowered import lowered
 
 from eagle3.export.lowering.xnnpack import lowering, split_k
-from eagle3.export.lowering.xnnpack.quantization import Recipe
+from eagle3.export.lowering.xnnpack.quantization import Recipe, quantize
 from eagle3.export.lowering.xnnpack.split_k import CACHED, KERNEL_ROWS, SplitLinear, split_wide_linears
-from eagle3.export.lowering.xnnpack.weight_conversion import quantize
 from eagle3.export.speculator import tensor_files
 from eagle3.runner.system.cpu_features import first_level_cache
 

@@ -24,13 +24,12 @@ from eagle3.export.lowering.xnnpack import quantization
 from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
 from eagle3.export.lowering.xnnpack.backend import _model_bytes
 from eagle3.export.lowering.xnnpack.partition import LevelPartitioner
-from eagle3.export.lowering.xnnpack.quantization import DynamicWeight, Int8Rows, Recipe
+from eagle3.export.lowering.xnnpack.quantization import DynamicWeight, Int8Rows, Recipe, XnnpackWeights
 from eagle3.export.lowering.xnnpack.recipe import DEFAULT_GROUP
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
-from eagle3.export.lowering.xnnpack.weight_conversion import XnnpackWeights
 from eagle3.export.pipeline import stored_bytes
 from eagle3.export.planning.plan import make_plan
-from eagle3.runner.hosts.xnnpack_options import packed_weights_shared
+from eagle3.runner.hosts.packed_file import packed_weights_shared
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
 
