@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle3.export.checkpoints.json_fields import boolean
+from eagle3.export.checkpoints.json_fields import Fields
 from eagle3.export.checkpoints.packed import (
     ANOTHER,
     FLOAT_SCALES,
@@ -36,14 +36,14 @@ class Awq(Format):
     REQUIRED = (QWEIGHT, QZEROS, SCALES)
 
     def __init__(self, file: Path, config: dict[str, Any]):
-        where = f"{file}: quantization_config"
-        check_bits(where, config, (4,))
-        self.group = check_group(where, config)
-        self.symmetric = boolean(config, "zero_point", True, where) is False
+        fields = Fields(f"{file}: quantization_config", config)
+        check_bits(fields, (4,))
+        self.group = check_group(fields)
+        self.symmetric = fields.boolean("zero_point", True) is False
         names = {key: str(config[key]).lower() for key in ("version", "format") if config.get(key) is not None}
-        version = agreed(where, names, "version", "format") or "gemm"
+        version = agreed(Fields(fields.file, names), "version", "format") or "gemm"
         if version != "gemm" or config.get("backend") == "llm-awq":
-            raise ValueError(f"{where} has the version {version}, but only gemm is read: {ANOTHER}")
+            raise ValueError(f"{fields.file} has the version {version}, but only gemm is read: {ANOTHER}")
 
     def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
         columns, words = matrix(linear, QWEIGHT, parts[QWEIGHT])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.export.checkpoints.json_fields import boolean, nested
+from eagle3.export.checkpoints.json_fields import Fields
 from eagle3.export.checkpoints.packed import (
     ANOTHER,
     BITS,
@@ -41,16 +41,16 @@ class Gptq(Format):
     REQUIRED, OPTIONAL = (QWEIGHT, QZEROS, SCALES), (G_IDX,)
 
     def __init__(self, file: Path, config: dict[str, Any]):
-        where = f"{file}: quantization_config"
-        self.bits = check_bits(where, config, BITS)
-        self.group = check_group(where, config)
+        fields = Fields(f"{file}: quantization_config", config)
+        self._file = fields.file
+        self.bits = check_bits(fields, BITS)
+        self.group = check_group(fields)
         # linears then differ in bits and group size, which follow from the shapes of their parts
-        self.dynamic = nested(config, "dynamic", where)
-        self._where, self._sym = where, boolean(config, "sym", None, where)
-        self._ordered = boolean(config, "desc_act", None, where) is False
-        kind = agreed(where, config, "checkpoint_format", "format") or "gptq"
-        if kind not in ("gptq", "gptq_v2") or boolean(config, "is_marlin_format", False, where):
-            raise ValueError(f"{where} has the format {kind}, but only gptq and gptq_v2 are read: {ANOTHER}")
+        self.dynamic = fields.nested("dynamic")
+        self._sym, self._ordered = fields.boolean("sym"), fields.boolean("desc_act") is False
+        kind = agreed(fields, "checkpoint_format", "format") or "gptq"
+        if kind not in ("gptq", "gptq_v2") or fields.boolean("is_marlin_format"):
+            raise ValueError(f"{fields.file} has the format {kind}, but only gptq and gptq_v2 are read: {ANOTHER}")
         self.less_one = kind == "gptq"
 
     def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
@@ -93,18 +93,18 @@ class Gptq(Format):
         return as_tensor(layout, codes, read(SCALES).t(), zero.t())
 
     def _symmetric(self, linear: str) -> bool | None:
-        return boolean(self._override(linear), "sym", self._sym, self._where)
+        return self._override(linear).boolean("sym", self._sym)
 
     def _reordered(self, linear: str) -> bool | None:
-        return boolean(self._override(linear), "desc_act", None, self._where)
+        return self._override(linear).boolean("desc_act")
 
-    def _override(self, linear: str) -> dict[str, Any]:
+    def _override(self, linear: str) -> Fields:
         """Return the settings of the first rule of ``dynamic`` for a linear. GPTQModel's rules are patterns after
         ``+:``, AutoRound's are names or patterns."""
         for rule, settings in self.dynamic.items():
             if isinstance(settings, dict) and (rule == linear or _matches(rule.removeprefix("+:"), linear)):
-                return settings
-        return {}
+                return Fields(self._file, settings)
+        return Fields(self._file, {})
 
     def _check_symmetric(self, linear: str, layout: PackedLinear, read: Read) -> None:
         """Raise ValueError unless all zero points are the middle code, stored as it is or less 1."""

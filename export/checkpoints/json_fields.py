@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 Default = TypeVar("Default")
 
@@ -24,80 +24,19 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def boolean(config: Mapping[str, Any], key: str, default: Default, where: object) -> bool | Default:
-    """Return a field that is true or false. ``where`` names the file in errors. An absent or null key gives the
-    default."""
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise ValueError(f"{where}: {key} is {json.dumps(value)}, but must be true or false: correct it")
-    return value
-
-
-def count(config: Mapping[str, Any], key: str, default: Default, where: object, least: int = 1) -> int | Default:
-    """Return a whole number that is at least ``least``."""
-    value = config.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(
-            f"{where}: {key} is {json.dumps(value)}, but must be a whole number from {least} on: correct it"
-        )
-    return value
-
-
-def number(
-    config: Mapping[str, Any], key: str, default: Default, where: object, most: float = math.inf
-) -> float | Default:
-    """Return a finite number above 0 that is at most ``most``."""
-    value = config.get(key)
-    if value is None:
-        return default
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    if not real or not 0 < value < math.inf or value > most:
-        bound = f" and at most {most}" if most < math.inf else ""
-        raise ValueError(f"{where}: {key} is {json.dumps(value)}, but must be a number above 0{bound}: correct it")
-    return value
-
-
-def layer_ids(config: Mapping[str, Any], key: str, where: object) -> tuple[int, ...] | None:
-    """Return a list of whole numbers; None if it is absent, null or empty."""
-    value = config.get(key)
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in value):
-        raise ValueError(f"{where}: {key} is {json.dumps(value)}, but must be a list of layer ids such as [2, 30, 57]")
-    return tuple(value)
-
-
-def texts(config: Mapping[str, Any], key: str, where: object) -> tuple[str, ...]:
-    """Return a list of strings; an empty one if the key is absent or null."""
-    value = config.get(key)
-    if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-        raise ValueError(f"{where}: {key} is {json.dumps(value)}, but must be a list of names: correct it")
-    return tuple(value or ())
-
-
-def nested(config: Mapping[str, Any], key: str, where: object) -> dict[str, Any]:
-    """Return an object; an empty one if the key is absent or null."""
-    value = config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: {key} is {_kind(value)}, but must be an object: correct it")
-    return value
-
-
 def _kind(value: object) -> str:
     return {list: "a list", str: "text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
 
 
 @dataclass(frozen=True)
 class Fields(Mapping[str, Any]):
-    """The fields of a configuration, together with its file, which errors name. A part of a file has the same file."""
+    """The fields of a configuration, together with its file, which errors name. A part of a file has the same file.
 
-    file: Path
+    A key that is absent or null gives the default. Each method raises ValueError for a value of another kind.
+    """
+
+    file: Path | str
+    """The file, or a name of its part."""
     content: Mapping[str, Any]
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 - a value of JSON
@@ -110,10 +49,20 @@ class Fields(Mapping[str, Any]):
         return len(self.content)
 
     def boolean(self, key: str, default: Default = None) -> bool | Default:  # type: ignore[assignment]
-        return boolean(self.content, key, default, self.file)
+        """Return a field that is true or false."""
+        value = self.content.get(key)
+        if value is None:
+            return default
+        return value if isinstance(value, bool) else self._refuse(key, "true or false: correct it")
 
     def count(self, key: str, default: Default = None, least: int = 1) -> int | Default:  # type: ignore[assignment]
-        return count(self.content, key, default, self.file, least)
+        """Return a whole number that is at least ``least``."""
+        value = self.content.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self._refuse(key, f"a whole number from {least} on: correct it")
+        return value
 
     def number(
         self,
@@ -121,17 +70,41 @@ class Fields(Mapping[str, Any]):
         default: Default = None,  # type: ignore[assignment]
         most: float = math.inf,
     ) -> float | Default:
-        return number(self.content, key, default, self.file, most)
+        """Return a finite number above 0 that is at most ``most``."""
+        value = self.content.get(key)
+        if value is None:
+            return default
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not 0 < value < math.inf or value > most:
+            self._refuse(key, f"a number above 0{f' and at most {most}' if most < math.inf else ''}: correct it")
+        return value
 
     def layer_ids(self, key: str) -> tuple[int, ...] | None:
-        return layer_ids(self.content, key, self.file)
+        """Return a list of whole numbers; None if it is empty."""
+        value = self.content.get(key)
+        if value is None or value == []:
+            return None
+        if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in value):
+            self._refuse(key, "a list of layer ids such as [2, 30, 57]")
+        return tuple(value)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        return texts(self.content, key, self.file)
+        """Return a list of strings."""
+        value = self.content.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            self._refuse(key, "a list of names: correct it")
+        return tuple(value or ())
 
     def nested(self, key: str) -> "Fields":
-        return Fields(self.file, nested(self.content, key, self.file))
+        """Return an object; an empty one if the key is absent or null."""
+        value = self.content.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{self.file}: {key} is {_kind(value)}, but must be an object: correct it")
+        return Fields(self.file, value or {})
 
     def changed(self, values: Mapping[str, Any]) -> "Fields":
         """Return these fields with some replaced or added."""
         return Fields(self.file, {**self.content, **values})
+
+    def _refuse(self, key: str, wanted: str) -> NoReturn:
+        raise ValueError(f"{self.file}: {key} is {json.dumps(self.content[key])}, but must be {wanted}")

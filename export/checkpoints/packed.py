@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.export.checkpoints.json_fields import count
+from eagle3.export.checkpoints.json_fields import Fields
 from eagle3.export.checkpoints.source import TensorHeader
 
 BITS = (4, 8)
@@ -108,29 +108,31 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return octets if bits == 8 else torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(1)
 
 
-def check_bits(where: str, config: dict[str, Any], known: tuple[int, ...]) -> int:
+def check_bits(fields: Fields, known: tuple[int, ...]) -> int:
     """Return the checked ``bits`` of a quantization_config."""
-    agreed(where, config, "bits", "w_bit")
-    bits = count(config, "bits", None, where)
+    agreed(fields, "bits", "w_bit")
+    bits = fields.count("bits")
     if bits is None or bits not in known:
-        raise ValueError(f"{where} has bits {bits}, but must have {' or '.join(map(str, known))} to be read: {ANOTHER}")
+        raise ValueError(
+            f"{fields.file} has bits {bits}, but must have {' or '.join(map(str, known))} to be read: {ANOTHER}"
+        )
     return bits
 
 
-def check_group(where: str, config: dict[str, Any]) -> int:
+def check_group(fields: Fields) -> int:
     """Return the checked ``group_size`` of a quantization_config; -1 means that a row has one scale."""
-    agreed(where, config, "group_size", "q_group_size")
-    return count(config, "group_size", 128, where) if config.get("group_size") != -1 else -1
+    agreed(fields, "group_size", "q_group_size")
+    return fields.count("group_size", 128) if fields.get("group_size") != -1 else -1
 
 
-def agreed(where: str, config: dict[str, Any], *keys: str) -> Any:  # noqa: ANN401 - of the field's type
+def agreed(fields: Fields, *keys: str) -> Any:  # noqa: ANN401 - of the field's type
     """Return the value of the keys, which are names of one field: tools differ in which of them they read. Raises
     ValueError if two of them have different values; None if no key has one."""
-    found = {key: config[key] for key in keys if config.get(key) is not None}
+    found = {key: fields[key] for key in keys if fields.get(key) is not None}
     if len(set(map(repr, found.values()))) > 1:
         (first, one), (second, other) = list(found.items())[:2]
         raise ValueError(
-            f"{where} has {first} {one} and {second} {other}, but they mean the same: take the wrong one out"
+            f"{fields.file} has {first} {one} and {second} {other}, but they mean the same: take the wrong one out"
         )
     return next(iter(found.values()), None)
 

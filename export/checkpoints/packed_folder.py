@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle3.export.checkpoints.awq import Awq
 from eagle3.export.checkpoints.compressed_tensors import CompressedTensors
 from eagle3.export.checkpoints.gptq import Gptq
-from eagle3.export.checkpoints.json_fields import boolean, nested, read_object
+from eagle3.export.checkpoints.json_fields import Fields, read_object
 from eagle3.export.checkpoints.packed import ANOTHER, Format, PackedLinear, Read
 from eagle3.export.checkpoints.safetensors_folder import SafetensorsFolder
 from eagle3.export.checkpoints.source import TensorHeader
@@ -23,6 +23,7 @@ def auto_round(file: Path, config: dict[str, Any]) -> Format:
     """Return the format that AutoRound used: ``packing_format`` names GPTQ's or AWQ's layout, and GPTQ's is the default
     (vLLM's ``INCConfig``). ``extra_config`` overrides the bits of single linears."""
     where, packed_as = f"{file}: quantization_config", config.get("packing_format") or AUTO_GPTQ
+    fields = Fields(where, config)
     if packed_as not in (AUTO_GPTQ, "auto_round:gptq", AUTO_AWQ):
         raise ValueError(
             f"{where} has packing_format {packed_as}, but only {AUTO_GPTQ} and {AUTO_AWQ} are read: {ANOTHER}"
@@ -36,10 +37,10 @@ def auto_round(file: Path, config: dict[str, Any]) -> Format:
     if config.get("data_type") not in (None, "int"):
         raise ValueError(f"{where} has data_type {config['data_type']}, but only int is read: {ANOTHER}")
     if packed_as == AUTO_AWQ:
-        symmetric = boolean(config, "sym", None, where)
+        symmetric = fields.boolean("sym")
         given = {key: config.get(key) for key in ("bits", "group_size")}
         return Awq(file, given | {"zero_point": None if symmetric is None else not symmetric})
-    single = nested(config, "extra_config", where).items()
+    single = fields.nested("extra_config").items()
     # 16 bits mean that the linear is not packed
     packed = {name: each for name, each in single if isinstance(each, dict) and each.get("bits", 16) < 16}
     return Gptq(file, config | {"dynamic": packed})

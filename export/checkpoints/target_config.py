@@ -11,7 +11,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.export.checkpoints.json_fields import number, read_object
+from eagle3.export.checkpoints.json_fields import Fields, read_object
 from eagle3.export.checkpoints.safetensors_folder import ADAPTER_CONFIG, MERGE_ADAPTER, foreign_weights
 from eagle3.targets import TARGETS, spec_for
 from eagle3.targets.spec import CONVOLUTION
@@ -272,8 +272,9 @@ def check_rope(config: "PreTrainedConfig", where: str, static: bool = True) -> N
             raise ValueError(f"{where}: rope_type is {json.dumps(kind)}, which transformers does not know: correct it")
         if each.get("rope_theta", 1.0) is None:
             raise ValueError(f"{where}: rope_theta is null, but must be a number above 0: correct it")
-        number(each, "rope_theta", None, where)
-        number(each, "partial_rotary_factor", None, where, most=1)
+        fields = Fields(where, each)
+        fields.number("rope_theta")
+        fields.number("partial_rotary_factor", most=1)
         if static:
             _refuse_by_length(kind, where)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from eagle3.export.checkpoints import open_source
-from eagle3.export.checkpoints.json_fields import nested, read_object
+from eagle3.export.checkpoints.json_fields import Fields, read_object
 
 ZERO_CENTERED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Targets whose norms, including those around the MTP layer, multiply by 1 + weight (vLLM's qwen3_next_mtp.py)."""
@@ -33,8 +33,8 @@ def has_own_layer(folder: Path) -> bool:
     """Return True if ``folder`` holds a target's checkpoint with an MTP layer."""
     if not (folder / "config.json").is_file():
         return False
-    fields = read_object(folder / "config.json")
-    text = nested(fields, "text_config", folder / "config.json")  # of a multimodal model
+    fields = Fields(folder / "config.json", read_object(folder / "config.json"))
+    text = fields.nested("text_config")  # of a multimodal model
     layers = text.get("num_hidden_layers", fields.get("num_hidden_layers"))
     return isinstance(layers, int) and bool(own_names(open_source(folder).headers(), layers))
 
