@@ -231,11 +231,18 @@ OF_HEAD_ROWS = {
     "the ring has the factor for its logarithm": ("D_V + head, decay, mask", "D_V + head, tl.exp(decay), mask"),
 }
 OF_HEAD_CHUNKS = {
-    "a row of a block does not see itself": ("        lower = row >= column\n", "        lower = row > column\n"),
-    "a row of a block sees later rows": ("        lower = row >= column\n", "        lower = row > -1 - column\n"),
-    "rows of a block read the state a row early": ("tl.exp(until)[:, None]", "tl.exp(until - decay)[:, None]"),
-    "the updates of a block decay too little": ("update * tl.exp(whole - until)", "update * tl.exp(-until)"),
-    "the state of a block does not decay": ("through = tl.exp(whole)\n", "through = 1.0\n"),
+    "a row of a block does not see itself": ("tl.where(row >= column, tl.exp(", "tl.where(row > column, tl.exp("),
+    "a row of a block sees later rows": ("tl.where(row >= column, tl.exp(", "tl.where(row > -1 - column, tl.exp("),
+    "a change decays in its own row": ("later = tl.where(row > column, ", "later = tl.where(row >= column, "),
+    "rows of a block read the state a row early": (
+        "tl.cumsum(decay, 0))[:, None]",
+        "tl.cumsum(decay, 0) - decay)[:, None]",
+    ),
+    "the updates of a block decay too little": (
+        "behind = tl.exp(tl.sum(later, 0))",
+        "behind = tl.exp(tl.sum(later, 0) - decay)",
+    ),
+    "the state of a block does not decay": ("through = tl.exp(tl.sum(decay, 0))\n", "through = 1.0\n"),
 }
 OF_DELTA_ROWS = {
     "the update ignores the decay": ("tl.sum(state * tl.exp(decay) * key", "tl.sum(state * key"),
