@@ -2,7 +2,7 @@
 configuration reads it; otherwise it is read as an EAGLE head, or refused by name.
 
 Finds tables of a draft head that are copies of its target's, as several trainers save them. The head then uses the
-target's, and the artifact holds one copy. An embedding of Gemma 4 31B has 2.8 GB in bfloat16.
+target's, and the artifact holds one copy. An embedding of Gemma 4 31B takes 2.8 GB in bfloat16.
 """
 
 from collections.abc import Collection, Mapping

@@ -196,7 +196,7 @@ class TextIndex:
         with the end."""
 
     def become(self, tokens: Sequence[int]) -> None:
-        """Make ``tokens`` the text. The time is proportional to the number of tokens that change."""
+        """Replace the text by ``tokens``. The time is proportional to the number of tokens that change."""
         self._take_back(common_prefix(self.tokens, tokens))
         self.add(tokens[len(self.tokens) :])
 

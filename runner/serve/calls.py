@@ -20,7 +20,7 @@ Found = tuple[list[tuple[Any, Any]], str]
 
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 WORDS = {"True": "true", "False": "false", "None": "null"}
-"""JSON for words of Python, which chat templates write for booleans and null."""
+"""Maps the Python literals that some chat templates write for booleans and null to their JSON."""
 
 
 class Dialect(NamedTuple):

@@ -164,7 +164,8 @@ LONGEST = 8192
 
 
 class WholeRows(InductorChoices):
-    """Inductor's own choices, but for the rows of up to ``LONGEST`` elements that lie in memory one after the other."""
+    """Keeps rows of up to ``LONGEST`` elements that are contiguous in memory in registers. All other choices are
+    Inductor's own."""
 
     @staticmethod
     def should_use_persistent_reduction(features: SIMDKernelFeatures, cooperative_reduction: bool) -> bool:
