@@ -24,7 +24,7 @@ WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class Dialect(NamedTuple):
-    """A markup of calls. ``marks``: the texts with which a call may begin; ``template``: a regular expression that
+    """A markup of tool calls. ``marks``: the texts with which a call may begin; ``template``: a regular expression that
     chat templates with this markup contain; ``read`` raises ValueError for text that is no call of this markup."""
 
     marks: tuple[str, ...]

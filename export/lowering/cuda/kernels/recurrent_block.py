@@ -8,7 +8,7 @@ segments of one length, and each length is one product on the tensor cores.
 From one length to the next, a row's factor gains those of the other segment, whose log decays a product with ones adds.
 So no exponent is positive, and no sum is a difference of others, which would round what is left of a channel.
 
-The arithmetic of recurrent layers in plain PyTorch, row by row and of any floating dtype, for ``recurrent``.
+The reference for ``recurrent.py`` is here as well: the layers in plain PyTorch, row by row, in any floating dtype.
 """
 
 import torch
