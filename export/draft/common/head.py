@@ -18,7 +18,7 @@ class Pieces:
 
     def __init__(self) -> None:
         self.step = 0
-        """The step of a head's chains. The rows of step 0 are those of the text, later ones belong to a chain each."""
+        """The step of a head's chains. The rows of step 0 are those of the text. A later row belongs to one chain."""
         self.anchors: Tensor | None = None
         """int64 [T], in steps 1, 2, ...: the row of the text after which the chain of each row begins."""
 

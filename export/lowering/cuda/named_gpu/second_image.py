@@ -99,7 +99,7 @@ class SecondImages:
 
 
 def plain_rows(autotuner: CachingAutotuner) -> int:
-    """Return the rows that a kernel's code without ``wgmma`` takes at a time; 0 if that is not of concern."""
+    """Return the rows that a kernel's code without ``wgmma`` takes at a time; 0 for a kernel without such a number."""
     return autotuner.triton_meta["constants"].get(PLAIN, 0)
 
 
