@@ -51,7 +51,7 @@ def random_weights(config: ExportConfig) -> Iterator[ExportConfig]:
 
 def _save_fewer_layers(checkpoint: Path, config: ExportConfig, into: Path, own: bool) -> None:
     """Write a random checkpoint with ``config.layers`` layers. If ``own`` is True, it also keeps
-    the MTP layer behind the last layer."""
+    the MTP layer after the last layer."""
     assert config.layers is not None
     whole = read_target_config(checkpoint, config.target_model)
     fewer, layers = fewer_layers(common_fields(whole), partial(from_common_fields, whole), config.layers)

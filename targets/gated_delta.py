@@ -76,7 +76,7 @@ class GatedDeltaState(RecurrentState):
     def _products(
         self, query: Tensor, key: Tensor, decay: Tensor, state: Tensor, masks: Masks
     ) -> tuple[Tensor, Tensor]:
-        """Return what T keys, and behind them T queries, read of the rows' keys [value heads, 2 T, T] and of ``state``
+        """Return what T keys, and after them T queries, read of the rows' keys [value heads, 2 T, T] and of ``state``
         [value heads, 2 T, value size], decayed up to their own rows."""
         between = decay_between(decay, masks.lower)
         both = torch.cat((key, query), dim=1)  # [key heads, 2 T, d_k]

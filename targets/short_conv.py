@@ -29,7 +29,7 @@ class ShortConvState(nn.Module):
         self.conv = Ring(max(min(2 * window, max_seq_len), taps) + self.earlier, channels)
 
     def with_earlier(self, mixed: Tensor, input_pos: Tensor) -> Tensor:
-        """Return the convolution's inputs ``mixed`` [1, channels, T] at ``input_pos`` [T] behind those of the positions
+        """Return the convolution's inputs ``mixed`` [1, channels, T] at ``input_pos`` [T] after those of the positions
         before, and keep them. Inputs before position 0 are zero."""
         positions = input_pos[:1] + torch.arange(-self.earlier, 0, device=input_pos.device)
         earlier = self.conv.read(positions, positions >= 0)

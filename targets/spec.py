@@ -78,8 +78,8 @@ Weights = Iterable[tuple[str, "Tensor"]]
 """The tensors of a checkpoint under its own names, some of them quantized (torchao's classes). They are read once, in
 order."""
 Convert = Callable[[str, "Tensor"], "Tensor"]
-"""A function of the model's own name and a checkpoint's tensor. It returns the tensor that the model holds, which may
-be the same one."""
+"""Takes the model's own name of a tensor and the checkpoint's tensor. Returns the tensor that the model holds, which
+may be the same one."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""A folder of safetensors with linears in FP8 or NVFP4, as NVIDIA's Model Optimizer and llm-compressor write them.
+"""Reads a folder of safetensors with linears in FP8 or NVFP4, as NVIDIA's Model Optimizer and llm-compressor write
+it.
 
 An FP8 weight has codes in E4M3 and a scale for the whole weight, for each row, or for each block; the shape of the
 scales decides. Model Optimizer stores blocks of 128 x 128 as [R, 1, C, 1] (``FP8_PB_WO``; vLLM's ``modelopt.py``). An

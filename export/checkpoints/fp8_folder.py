@@ -1,5 +1,5 @@
-"""A folder of safetensors with linears in FP8, as DeepSeek and Qwen publish them: E4M3 codes with a scale for each
-block of 128 x 128 weights.
+"""Reads a folder of safetensors with linears in FP8, as DeepSeek and Qwen publish them: E4M3 codes with a scale for
+each block of 128 x 128 weights.
 
 The product of a code and its scale is computed in float32, as transformers does. Servers that keep the codes also round
 the inputs of these linears to FP8, so their tokens may differ.

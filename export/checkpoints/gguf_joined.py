@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file that are parts of one tensor of the model.
+"""Joins tensors of a GGUF file that are parts of one tensor of the model.
 
 transformers keeps the gate and the up projection of experts in one tensor, llama.cpp in two. The same holds for the
 MLPs of Granite 4, and for Qwen3-Next's projection to queries, keys, values and gates.

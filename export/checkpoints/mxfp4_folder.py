@@ -1,5 +1,5 @@
-"""A folder of safetensors with its experts in MXFP4, as gpt-oss is published: blocks of 32 codes of 4 bits, with a
-power of two as each block's scale. transformers' own code dequantizes them as they are read. This is exact: bfloat16
+"""Reads a folder of safetensors with its experts in MXFP4, as gpt-oss is published: blocks of 32 codes of 4 bits, with
+a power of two as each block's scale. transformers' own code dequantizes them as they are read. This is exact: bfloat16
 holds every product."""
 
 from collections.abc import Callable, Iterator

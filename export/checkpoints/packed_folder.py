@@ -1,5 +1,5 @@
-"""A folder of safetensors whose config.json says that a tool quantized it (``quantization_config``). The parts of each
-packed linear are joined into one weight with the same codes."""
+"""Reads a folder of safetensors whose config.json says that a tool quantized it (``quantization_config``). The parts of
+each packed linear are joined into one weight with the same codes."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A checkpoint folder of safetensors files, and the tensors' names, shapes and dtypes from their headers."""
+"""Reads a checkpoint folder of safetensors files: the tensors, and their names, shapes and dtypes from the headers."""
 
 import json
 import math

@@ -1,8 +1,8 @@
 """Reads a draft checkpoint of any kind and system into a ``DraftDescription``. The kind that recognizes the
 configuration reads it; otherwise it is read as an EAGLE head, or refused by name.
 
-Finds tables of a draft head that are copies of its target's, as several trainers save them. The head then uses the
-target's, and the artifact holds one copy. An embedding of Gemma 4 31B has 2.8 GB in bfloat16.
+It also finds tables of a draft head that are copies of its target's, as several trainers save them. The head then uses
+the target's, and the artifact holds one copy. An embedding of Gemma 4 31B takes 2.8 GB in bfloat16.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,6 +1,6 @@
 """The plan of an export, made from flags, configurations and tensor headers before any weight is read.
 
-Applies the readings of a head that the flag ``--read FIELD=VALUE`` gives.
+It also applies the readings of a head that the flag ``--read FIELD=VALUE`` gives.
 """
 
 from collections.abc import Iterable, Iterator

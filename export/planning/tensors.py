@@ -3,11 +3,11 @@
 A tensor that no module reads is refused, since a model without it computes something else. The exceptions
 follow.
 
-Finds the tensors of a target's checkpoint that may be ignored: those that transformers ignores too, and those of a
-multimodal model's parts that do not read text.
+Tensors of a target's checkpoint may be ignored if transformers ignores them too, or if they belong to parts of a
+multimodal model that do not read text.
 
 transformers lists by class the tensors that it ignores (``_keys_to_ignore_on_load_unexpected``), such as multi-token
-prediction layers (MTP) and obsolete masks. ``tensors.check_target`` refuses all other tensors that have no place in the
+prediction layers (MTP) and obsolete masks. ``check_target`` refuses all other tensors that have no place in the
 model.
 """
 

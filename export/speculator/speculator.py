@@ -1,7 +1,7 @@
 """The methods of an artifact as modules, which compute a target and its draft head with tensor operations only. The
 runner does acceptance, rollback and stopping. ``eagle3.runner.contract`` has the methods' shapes.
 
-Gives each tensor of a model a storage of its own, and refuses a traced program with a tensor that has none.
+It also gives each tensor of a model a storage of its own, and refuses a traced program with a tensor that has none.
 
 A checkpoint's conversion may split a stored tensor into views of one storage, and the views reach the model wherever
 loading does not change the dtype. ExecuTorch writes the storage of a weight from its first byte, not from the view's

@@ -1,7 +1,7 @@
 """Computes the GPU memory that a CUDA artifact needs, without reading its weights, and reads the launches that the
 exporter recorded (``export.json``).
 
-Reads the weight tables of a program's CUDA delegates.
+It also reads the weight tables of a program's CUDA delegates.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,7 @@
 """A session runs the methods of an opened artifact (or of an eager module), one step per call.
 
-``loop.py`` makes the same calls whichever host runs the methods. A session has one KV cache, so it runs one generation
-at a time.
+The loop (``loop/rounds.py``) makes the same calls whichever host runs the methods. A session has one KV cache, so it
+runs one generation at a time.
 """
 
 import time
@@ -40,7 +40,7 @@ class FusedRound(NamedTuple):
 
 
 class Session(Protocol):
-    """The interface that ``loop.py`` uses. Shapes are as in ``eagle3.runner.contract``; H is the draft's hidden size.
+    """The interface that the loop uses. Shapes are as in ``eagle3.runner.contract``; H is the draft's hidden size.
 
     Ids and positions are on the host. Features and logits are on the session's device. The caller passes a feature back
     as it was returned, whole or cut to its first rows. A draft without a cache gets one row of it.

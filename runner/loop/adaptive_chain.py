@@ -8,9 +8,7 @@ Costs are ratios, because a machine's speed changes: the median time of a few ro
 that of rounds of the present length before and after. If the rounds before and after differ, the machine's speed has
 changed, and the comparison is dropped.
 
-Counts how often the draft's proposals are accepted, position by position.
-
-Chooses how many draft tokens a round proposes.
+The rates are counted here too: how often the draft's proposals are accepted, position by position.
 """
 
 from collections.abc import Iterable

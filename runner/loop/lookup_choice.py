@@ -8,9 +8,8 @@ the head. The head's proposals are known only from its own rounds, so the head g
 Costs are learned as ratios of a round's seconds to those of the rounds before it. The tokens do not depend on the
 decision.
 
-Finds earlier places of a text with the same tokens as its end, and proposes the tokens that followed there.
-
-This is prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, transformers'
+The lookup itself finds earlier places of a text with the same tokens as its end, and proposes the tokens that followed
+there. This is prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, transformers'
 ``prompt_lookup_num_tokens``) with an index. The last three tokens are looked up at their latest earlier places; the
 place that has the most tokens in common with the end of the text is taken. Adding a token, removing one and finding the
 place each take constant time.
@@ -196,7 +195,7 @@ class TextIndex:
         with the end."""
 
     def become(self, tokens: Sequence[int]) -> None:
-        """Make ``tokens`` the text. The time is proportional to the number of tokens that change."""
+        """Replace the text by ``tokens``. The time is proportional to the number of tokens that change."""
         self._take_back(common_prefix(self.tokens, tokens))
         self.add(tokens[len(self.tokens) :])
 

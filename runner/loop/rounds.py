@@ -1,4 +1,4 @@
-"""The shifted loop: prefill and seed, then rounds that verify, accept, reseed and chain.
+"""Runs the shifted loop: prefill and seed, then rounds that verify, accept, reseed and chain.
 
 Draft slot p pairs the target's feature at p with token p + 1, at position p, and proposes token p + 2. The corrected
 token of a round never needs a target forward of its own: it is the first row of the next window, and its draft slot is
@@ -10,7 +10,7 @@ anchor, and all draft steps of the round have that position.
 A round may verify the proposals of a lookup in the text instead of the draft's. The draft slots of such a round are
 deferred: they are written with the target's features before the draft's next step.
 
-Cuts a text into calls of an artifact's methods: prefill chunks, verify windows and deferred draft slots.
+This file also cuts a text into calls of an artifact's methods: prefill chunks, verify windows and deferred draft slots.
 """
 
 import time

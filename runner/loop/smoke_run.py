@@ -2,11 +2,11 @@
 
 Reads ``{"prompts": [[1, 2], ...], "max_new_tokens": 32}`` from stdin and prints ``{"generations": [{"token_ids",
 "stats", "window", "by_fused_rounds", "by_lookup"}, ...], "step_ms": {...}, "cpu_share": 0.98}``. ``window`` is the
-first verify window after the prompt, a token and the proposals after it; ``by_fused_rounds`` has the token ids of fused
-rounds (``speculate``), if the artifact has that method; ``by_lookup`` those of rounds that verify what a lookup
-proposes, if it has no draft head; ``step_ms`` the milliseconds of single calls; ``cpu_share`` the CPU time of the
-thread that made them divided by their wall time. Errors are reported as by every command. A crash of this process does
-not end the caller.
+first verify window after the prompt: a token and the proposals after it. ``by_fused_rounds`` has the token ids of fused
+rounds (``speculate``), if the artifact has that method. ``by_lookup`` has those of rounds that verify what a lookup
+proposes, if it has no draft head. ``step_ms`` has the milliseconds of single calls. ``cpu_share`` is the CPU time of
+the thread that made them divided by their wall time. Errors are reported as by every command. A crash of this process
+does not end the caller.
 """
 
 import json

@@ -66,7 +66,8 @@ class Constraint:
     """A compiled grammar, for any number of generations.
 
     ``reasoning_begin`` is the token that may open reasoning before the constrained text, None if the reasoning is open
-    from the start. ``reasoning_end`` ends it, None if there is no reasoning. Reasoning itself is not constrained.
+    from the start. ``reasoning_end`` is the token that ends it, None if there is no reasoning. Reasoning itself is not
+    constrained.
     """
 
     matcher: "LLMatcher"

@@ -3,7 +3,7 @@
 ``Dense`` adds the noise of all ids. On the host that is too slow for a large vocabulary, and ``Sparse`` finds the same
 id among the few that can have the largest sum.
 
-Gumbel noise that depends only on the seed, the position and the target's id.
+The noise is Gumbel noise. It depends only on the seed, the position and the target's id.
 
 The id with the largest logit / temperature + noise is a sample of the softmax. The same noise added to similar logits
 mostly gives the same id, so the draft proposes the ids that sampling is going to choose.
@@ -32,7 +32,7 @@ R]."""
 MANY = 1 << 14
 """The largest vocabulary whose noise is computed for all ids on the host; ``Sparse`` serves larger ones."""
 LOUD_WORD = -(1 << 21)
-"""An id's noise is loud if its word is nearer to zero than this, which is the case for one id in 1024."""
+"""An id's noise is called loud (large) if its word is nearer to zero than this. One id in 1024 has loud noise."""
 KEPT = 32
 """The number of positions whose loud ids are kept."""
 LOUD, LEAST = 6.94, -2.78

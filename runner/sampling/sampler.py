@@ -1,6 +1,6 @@
-"""Sampling as the loop's choice of tokens: the same text with speculation and without.
+"""Samples tokens for the loop, so that the text is the same with speculation and without.
 
-Changes single logits before a token is drawn: biases, and the penalties on tokens that occurred before.
+It changes single logits before a token is drawn: biases, and the penalties on tokens that occurred before.
 """
 
 import secrets

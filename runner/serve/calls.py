@@ -20,11 +20,11 @@ Found = tuple[list[tuple[Any, Any]], str]
 
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 WORDS = {"True": "true", "False": "false", "None": "null"}
-"""JSON for words of Python, which chat templates write for booleans and null."""
+"""Maps the Python literals that some chat templates write for booleans and null to their JSON."""
 
 
 class Dialect(NamedTuple):
-    """A markup of calls. ``marks``: the texts with which a call may begin; ``template``: a regular expression that
+    """A markup of tool calls. ``marks``: the texts with which a call may begin; ``template``: a regular expression that
     chat templates with this markup contain; ``read`` raises ValueError for text that is no call of this markup."""
 
     marks: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Handles ``POST /v1/chat/completions``.
 
-Attributes the characters of an answer to the draft, whose proposals the target accepted, or to the target itself.
+It also attributes the characters of an answer to the draft, whose proposals the target accepted, or to the target.
 """
 
 import asyncio

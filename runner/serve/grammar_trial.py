@@ -1,4 +1,4 @@
-"""Runs as a process that compiles grammars on trial, each in a fork of its own, within limits of time and memory.
+"""Runs as a process that test-compiles grammars, each in a fork of its own, within limits of time and memory.
 
 llguidance cannot be interrupted: a schema of 4 kB may take minutes. This file imports no other module of this package,
 so that the process is small. Each line of JSON on stdin is one grammar; the line on stdout is its result.

@@ -1,6 +1,6 @@
 """Starts a server for an artifact, which runs until SIGTERM or SIGINT.
 
-Adds to uvicorn's server a time limit for headers, and a shutdown that tells clients of running requests.
+It adds to uvicorn's server a time limit for headers, and a shutdown that tells clients of running requests.
 """
 
 import asyncio

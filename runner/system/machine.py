@@ -1,8 +1,7 @@
-"""This machine: its memory, and sizes in words.
+"""Reports this machine's memory and the versions of installed packages, formats sizes, and sets torch's number of
+threads.
 
-Versions of installed packages.
-
-Sets torch's number of threads. Imports nothing of torch, because it must run before torch is imported.
+It imports nothing of torch, because it must run before torch is imported.
 """
 
 import importlib.metadata

@@ -35,7 +35,7 @@ class StopStrings:
 
     def unfinished(self, text: str) -> int:
         """Return how many characters at the end of ``text`` could be the beginning of a stop string. ``text`` must not
-        contain a whole one."""
+        contain a whole stop string."""
         return max((_overlap(text, string) for string in self._strings), default=0)
 
 

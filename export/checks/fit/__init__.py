@@ -1,1 +1,1 @@
-"""Measures, on both models' weights, how a draft head is to be read and what it is worth (``fitting.py``)."""
+"""Measures, on both models' weights, how a draft head is to be read and what it is worth (``measure.py``)."""

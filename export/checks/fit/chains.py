@@ -1,6 +1,6 @@
 """Runs a head over the texts by one reading, and counts how many of its proposals the target accepts.
 
-A chain or a block begins behind every token. The head's own code computes all of them at once, on attention of its own
+A chain or a block begins after every token. The head's own code computes all of them at once, on attention of its own
 that shows each row what it would see if its chain were the only one.
 """
 
@@ -24,7 +24,7 @@ UNSPOKEN = -20.0
 
 
 class Chains(EagerAttention):
-    """The attention of chains that begin behind many rows of a text, all at once. The rows of step 0 are those of the
+    """The attention of chains that begin after many rows of a text, all at once. The rows of step 0 are those of the
     text; each row of a later step attends to the text up to its chain's anchor, and to the rows of its own chain."""
 
     def __init__(self, shape: KVCacheShape, pieces: Pieces):
@@ -49,7 +49,7 @@ class Chains(EagerAttention):
 
 
 class Blocks(EagerAttention):
-    """The attention of blocks that begin behind many tokens of a text, all at once. The ``rows`` of a forward are the
+    """The attention of blocks that begin after many tokens of a text, all at once. The ``rows`` of a forward are the
     positions of the blocks int64 [A, B] and a ``Block``, which says what they attend to."""
 
     def __init__(self, _shape: KVCacheShape):
@@ -90,7 +90,7 @@ class HeldTensors(NoFiles):
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of N chains, each of K proposals behind a token of the texts.
+    """The outcome of N chains, each of K proposals after a token of the texts.
 
     ``hits``, bool [N, K], is True if the proposal and all before it equal the target's tokens, as far as those are
     ``known``, bool [N, K]: as long as the text continues with the target's own tokens. ``likelihood``, float [N], is
@@ -169,8 +169,8 @@ class Trials:
 
 
 def wanted_tokens(seen: Seen, length: int) -> Tensor:
-    """Return int64 [N, length], the target's tokens after each token of a text; -1 where they are not known, behind a
-    token of the text that is not the target's."""
+    """Return int64 [N, length], the target's tokens after each token of a text. A token is -1 if it is unknown, since
+    the text before it differs from what the target chose."""
     greedy = torch.cat((seen.greedy[seen.begin :], torch.full((length - 1,), -1)))
     text = torch.cat((seen.tokens[seen.begin + 1 :], torch.full((length,), -2)))
     known = (text == greedy).unfold(0, length, 1)[:, :-1].cumprod(1)

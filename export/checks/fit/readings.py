@@ -2,7 +2,7 @@
 
 First each field is changed alone. Unless the files' own reading is the best and accepted well, each other change is
 then tried together with the best one. Of many readings, one looks better by chance. So a better reading's chains are
-longer behind the same tokens, by more than the noise of all comparisons.
+longer after the same tokens, by more than the noise of all comparisons.
 """
 
 import math
@@ -88,7 +88,7 @@ def exceeds(values: Tensor, bound: float, comparisons: int) -> bool:
 
 
 def clearly_better(trial: Trial, other: Trial, comparisons: int) -> bool:
-    """Return True if the chains of ``trial`` are longer than those of ``other`` behind the same tokens, beyond the
+    """Return True if the chains of ``trial`` are longer than those of ``other`` after the same tokens, beyond the
     noise of all comparisons: that of the lengths, or of the tokens' likelihoods, which show a difference sooner."""
     longer, likelier = trial.accepted - other.accepted, trial.likelihood - other.likelihood
     enough = float(longer.mean()) > LEAST_GAIN * (1 + float(other.accepted.mean()))
@@ -150,8 +150,8 @@ class Search:
         return (FITS if best is own else ANOTHER), best
 
     def _run(self, reading: HeadReading, changes: dict[str, Any]) -> Tried:
-        """Run a reading. Expect of it the rounds of a text that the target wrote; of another text, what the chains
-        behind every token are."""
+        """Run a reading, and estimate its acceptance: on a text that the target wrote, from the rounds; on another
+        text, from the chains after every token."""
         trial = self.trials.run(reading, self.length)
         counted: Any = trial.rounds() if self.trials.over.written else slice(None)
         return Tried(reading, changes, trial, expected(trial.hits[counted], trial.known[counted]))

@@ -1,7 +1,7 @@
-"""The target over the texts: its states of all layers, and its greedy token after each token.
+"""Runs the target over the texts, and keeps its states of all layers and its greedy token after each token.
 
 A target that does not fit into memory is computed one decoder layer at a time (``streamed``). Its own forward runs, but
-a layer's tensors are read from the checkpoint when the layer is called, and dropped behind the call. So one forward is
+a layer's tensors are read from the checkpoint when the layer is called, and dropped after the call. So one forward is
 one pass over the checkpoint. The values are those of the loaded target, bit for bit.
 """
 
@@ -30,9 +30,9 @@ from eagle3.targets.spec import Skeleton
 
 DTYPE = torch.float32
 BLOCK_ROWS = 2048
-"""The most rows of blocks that one reading of a head computes, behind tokens of pieces that are computed as given."""
+"""The most rows of blocks that one reading of a head computes, after tokens of pieces that are computed as given."""
 FORWARDS = 40
-"""The forwards of a head over the text: one for each of 20 readings, and as many again for their later steps."""
+"""The forwards of a head over the text: 20 readings, with a forward each and one more for their later steps."""
 FLOPS_A_CORE, READ_A_SECOND = 2.5e10, 1e9
 """The operations per second of one core of an AVX2 processor, in float32 products of some hundred rows, and the bytes
 per second of a disk, for a file that does not stay in memory."""
@@ -143,11 +143,11 @@ def few_threads(small: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def look(target: TapTarget, layers: int, ids: list[int], count: int = 0, stop: Collection[int] = ()) -> Seen:
-    """Compute a piece of text, and up to ``count`` greedy tokens behind it, one by one as in use. They end with the
+    """Compute a piece of text, and up to ``count`` greedy tokens after it, one by one as in use. They end with the
     first token in ``stop``.
 
-    A forward has rows of one text, from its position 0 on, so that the target may keep whatever it likes of earlier
-    positions: keys and values, recurrent states, the rows of convolutions.
+    A forward has rows of one text, from its position 0 on, so that the target may keep anything of earlier positions:
+    keys and values, recurrent states, the rows of convolutions.
     """
     ids, at, most = list(ids), 0, len(ids) + count
     greedy: list[Tensor] = []
@@ -232,7 +232,7 @@ def streamed(plan: Plan, slots: int) -> TapTarget:
 
 
 def _fill_when_called(layer: nn.Module, skeleton: Skeleton, source: Source, names: set[str]) -> None:
-    """Let a layer's tensors be read when it is called, and drop them behind the call."""
+    """Let a layer's tensors be read when it is called, and drop them after the call."""
     held: list[Any] = [each for module in layer.modules() for each in (module._parameters, module._buffers)]
     absent = [(each, name, value) for each in held for name, value in each.items() if is_absent(value)]
 

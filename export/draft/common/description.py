@@ -47,7 +47,7 @@ class DraftDescription:
     d2t_holds_ids: bool = False
     """True if ``d2t`` holds the target's ids instead of offsets."""
     copies: tuple[str, ...] = ()
-    """Tables of the checkpoint that are left out because they equal the target's bit for bit (``copies.py``)."""
+    """Tables of the checkpoint that are left out because they equal the target's bit for bit (``reading.py``)."""
     windows: tuple[int, ...] = ()
     """Sliding window of each layer's own attention, in tokens; 0 for full attention. Empty for a head without KV
     caches. A cache is a ring of two such windows."""

@@ -18,9 +18,9 @@ class Pieces:
 
     def __init__(self) -> None:
         self.step = 0
-        """The step of a head's chains. The rows of step 0 are those of the text, later ones belong to a chain each."""
+        """The step of a head's chains. The rows of step 0 are those of the text. A later row belongs to one chain."""
         self.anchors: Tensor | None = None
-        """int64 [T], in steps 1, 2, ...: the row of the text behind which the chain of each row begins."""
+        """int64 [T], in steps 1, 2, ...: the row of the text after which the chain of each row begins."""
 
 
 class Head(nn.Module):
@@ -80,7 +80,7 @@ class Head(nn.Module):
         self, tokens: Tensor, feature: Tensor, input_pos: Tensor, anchors: Tensor, wanted: Tensor, pieces: Pieces
     ) -> tuple[Tensor, Tensor]:
         """Propose a chain after many rows of a text at once, for a measurement. A chain ends with the first proposal
-        that is not wanted. The head's attention is made by ``eagle3.export.checks.fit.chains``.
+        that differs from ``wanted``. The head's attention is made by ``eagle3.export.checks.fit.chains``.
 
         Args:
             tokens, feature: as ``forward`` takes them, for the rows of a text

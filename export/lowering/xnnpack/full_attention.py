@@ -15,7 +15,7 @@ slots.
 depend on ``max_seq_len``. Masked slots must hold finite numbers. They do, since ExecuTorch's runners begin with caches
 of zeros.
 
-Chooses the attention of a layer on the CPU.
+This file also chooses the attention of every layer on the CPU.
 """
 
 from typing import Any, NamedTuple

@@ -4,7 +4,7 @@ Plain PyTorch attention would lower to an ``index_put`` that copies each cache a
 its slots. ``llama::update_cache`` writes in place, and ``llama::custom_sdpa`` reads a ring, or only the slots that have
 been written. That op has no softcap: with one, XNNPACK computes products and softmax over all slots.
 
-Makes the arguments of ExecuTorch's ``custom_sdpa``: the first slot, a mask, and queries [1, T, heads, head_dim] in
+The arguments of ``custom_sdpa`` are made here: the first slot, a mask, and queries [1, T, heads, head_dim] in
 which heads that share keys become rows.
 
 The op packs the keys for each head: four rows of 32 heads over 4,000 positions take half the time if they become 16

@@ -66,8 +66,8 @@ class Placed(NamedTuple):
     head: int
 
     def settle(self) -> None:
-        """Place the tensor, once its cache is placed. Its largest length is set to the cache's, since ExecuTorch's
-        bound is larger: the sum of the largest start and the most rows."""
+        """Set the tensor's place in memory, after the cache has got one. Its largest length is set to the cache's,
+        since ExecuTorch's bound is larger: the sum of the largest start and the most rows."""
         heads, slots, _, width = self.cache.shape
         self.tensor.shape = [1, min(self.tensor.shape[1], slots), width]
         self.tensor.mem_id = self.cache.mem_id

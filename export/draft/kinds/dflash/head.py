@@ -1,7 +1,7 @@
 """The module of a DFlash head, which drafts a block of tokens in one forward.
 
     f_p = hidden_norm(fc(cat(taps at p)));  every layer keeps keys and values of f_p at position p
-    x = embed([anchor, MASK, MASK, ...]), at the positions behind the last f
+    x = embed([anchor, MASK, MASK, ...]), at the positions after the last f
     x = x + attention(input_layernorm(x)), to the kept positions and to the block itself
     x = x + mlp(post_attention_layernorm(x))
     logits = lm_head(norm(x)) of the rows that propose, as the variant's module changes them (variants/)

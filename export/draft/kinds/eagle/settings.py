@@ -46,7 +46,7 @@ class Heeded:
 
     trainer: str = ""
     keys: Collection[str] | None = None
-    """Those keys in ``SILENT``."""
+    """The keys of ``SILENT`` that it uses."""
     ropes: Collection[str] | None = None
     """The types of RoPE."""
     tensors: str | None = None

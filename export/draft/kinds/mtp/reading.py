@@ -141,8 +141,8 @@ def read_own_layer(source: Source, config: "PreTrainedConfig", folder: Path) -> 
 def check_pair(
     draft: MTPDescription, target_config: "PreTrainedConfig", taps: tuple[int, ...], trained_for: str
 ) -> None:
-    """Raise ValueError if the head was made for another target. This shows, since speculators copies the configuration
-    of the target's layers."""
+    """Raise ValueError if the head was made for another target. The head's own configuration tells, since speculators
+    copies that of the target's layers."""
     named = taps not in ((), draft.aux_layers)  # --aux-layers selects it
     for key in ("model_type", "hidden_size", *(() if named else ("num_hidden_layers",))):
         theirs, given = getattr(draft.layer, key), getattr(target_config, key)

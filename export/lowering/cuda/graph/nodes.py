@@ -1,6 +1,6 @@
-"""Relations between nodes of a traced graph: a part of another node's last dimension, or a cast of another node.
+"""Finds relations between nodes of a traced graph: a part of another node's last dimension, or a cast of another node.
 
-The registry of matmuls, which dispatch, checks, gates and requests to L2 read.
+It also holds the registry of matmuls, which dispatch, checks, gates and requests to L2 read.
 """
 
 import operator

@@ -8,7 +8,7 @@ change no result.
 Inductor chooses the order of launches later, and may launch matmuls that do not depend on each other in another order
 than the graph's: in a round the draft's first matmul, which depends on the taps alone, comes in front of the target's
 LM head. So a matmul asks only if the next one is the same in every order that the graph allows. The stand-in for a GPU
-(``tests/helpers/stand_in_kernels.py``) names a launch whose weight is not the one that was asked for.
+(``tests/gpu_stand_in/stand_in_kernels.py``) names a launch whose weight is not the one that was asked for.
 """
 
 from itertools import zip_longest

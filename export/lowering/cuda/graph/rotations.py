@@ -5,7 +5,7 @@ The pattern is found in a traced graph by its computation, whatever a family cal
 family with another computation (a norm over all heads or after RoPE, queries scaled by position), the graph stays
 unchanged and Inductor makes a separate launch.
 
-Attention on CUDA: one operator for every kind of layer and every length. It reads only the positions that its rows
+Attention on CUDA is one operator for every kind of layer and every length. It reads only the positions that its rows
 attend to.
 """
 

@@ -5,15 +5,15 @@ keys, or the norms of a draft head's two inputs. A program of the combined kerne
 them. The rotary tables are computed once per forward. Otherwise each kernel that applies them would compute them, and
 the exact sine of a large angle takes additional memory.
 
-An argmax of long rows that uses many blocks. Inductor's own uses one block per row, even for 262,144 logits.
+An argmax of long rows uses many blocks. Inductor's own uses one block per row, even for 262,144 logits.
 
-Puts a barrier between two loops of a kernel if the second loads what the first stored.
+A barrier is put between two loops of a kernel if the second loads what the first stored.
 
 A row that is too long for registers, as for the norm of a sum, is stored to memory by one loop and loaded again by the
 next. Inductor relies on each thread loading only what the same thread stored. But Triton assigns elements to threads
 anew for each load and store. Where the assignments differ, nothing orders the store before the load.
 
-Makes Inductor keep a whole row in registers where it reduces one, such as the row of a norm.
+A whole row stays in registers where Inductor reduces one, such as the row of a norm.
 
 Beyond 1,024 elements Inductor writes a loop over pieces of the row, and another loop for what it computes from the sum:
 a row is loaded again, and each loop waits for memory, which is most of such a kernel's time with the few rows of a
@@ -164,7 +164,8 @@ LONGEST = 8192
 
 
 class WholeRows(InductorChoices):
-    """Inductor's own choices, but for the rows of up to ``LONGEST`` elements that lie in memory one after the other."""
+    """Keeps rows of up to ``LONGEST`` elements that are contiguous in memory in registers. All other choices are
+    Inductor's own."""
 
     @staticmethod
     def should_use_persistent_reduction(features: SIMDKernelFeatures, cooperative_reduction: bool) -> bool:

@@ -37,7 +37,7 @@ WARP = 32
 VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
 """Matches a view of a buffer as a kernel's argument; group 1 is the buffer."""
 ONLY_ASKED_FOR = "NEXT"
-"""The argument of which a kernel reads nothing: it asks L2 for what the next launch reads."""
+"""The name of a weight that a kernel does not read: the kernel asks L2 for it, and the next launch reads it."""
 
 
 @dataclass(frozen=True)

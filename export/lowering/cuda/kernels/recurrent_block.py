@@ -1,14 +1,14 @@
 """Computes what the rows of a block read of each other, in a recurrent chunk whose key channels have log decays.
 
 A product of a query and a key is weighed channel by channel with the decays between their rows. A matrix product takes
-one factor for each row, so the decays are parted at a row between the two. Two neighbouring segments of 1, 2, 4, ...
+one factor for each row, so the decays are split at a row between the two. Two neighbouring segments of 1, 2, 4, ...
 rows meet there: the later row decays from there on, the earlier one up to there. Each pair of rows is in two such
 segments of one length, and each length is one product on the tensor cores.
 
 From one length to the next, a row's factor gains those of the other segment, whose log decays a product with ones adds.
 So no exponent is positive, and no sum is a difference of others, which would round what is left of a channel.
 
-The arithmetic of recurrent layers in plain PyTorch, row by row and of any floating dtype, for ``recurrent``.
+The reference for ``recurrent.py`` is here as well: the layers in plain PyTorch, row by row, in any floating dtype.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Lowering to CUDA for a GPU that is named instead of present: no GPU, no driver, no CUDA toolkit.
+"""Lowers to CUDA for the GPU that ``--cuda-arch`` names: the machine needs no GPU, no driver and no CUDA toolkit.
 
 AOTInductor queries the GPU, compiles for it, times kernels on it, keeps weights on it, and links with its driver. Six
 context managers, each in a file of its own, replace these steps, and a seventh saves time:

@@ -50,7 +50,7 @@ class SecondImages:
         self.known: dict[str, Image] = {}
 
     def wanted(self, autotuner: CachingAutotuner) -> bool:
-        """Return True if the kernel gets a second image for the GPU, should that have ``wgmma`` and spill no registers.
+        """Return True if the kernel gets a second image for the GPU, unless that has no ``wgmma`` or spills registers.
         This is decided here alone: for the kernels that say how many rows their plain code takes, and for Inductor's
         templates. In other kernels of many rows, ptxas would wait for each product unless K is divided."""
         return f"sm_{self.gpu.arch}" in WGMMA_ON and (
@@ -75,7 +75,8 @@ class SecondImages:
         self.known[_digest(plain.kernel.asm["cubin"])] = Image(own.asm["cubin"], own.asm["ptx"])
 
     def run(self, command: list[str], *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - as subprocess.run
-        """Replaces ``subprocess.run`` where Inductor calls ``fatbinary``: add the second image of its kernel.
+        """Run a command in place of ``subprocess.run`` where Inductor calls ``fatbinary``, with the second image of the
+        kernel added.
 
         Raises ValueError if nvcc is called in place of ``fatbinary``, which would leave the image out.
         """
@@ -98,7 +99,7 @@ class SecondImages:
 
 
 def plain_rows(autotuner: CachingAutotuner) -> int:
-    """Return the rows that a kernel's code without ``wgmma`` takes at a time; 0 if that is not of concern."""
+    """Return the rows that a kernel's code without ``wgmma`` takes at a time; 0 for a kernel without such a number."""
     return autotuner.triton_meta["constants"].get(PLAIN, 0)
 
 

@@ -3,10 +3,10 @@
 A tensor is not needed again after its conversion, so the whole unquantized checkpoint is never in memory. A large
 weight is converted some rows at a time, and memory-mapped data is only read.
 
-Dense float32 weights with the values of CUDA's quantized ones, for a measurement on a machine without a GPU.
+For a measurement on a machine without a GPU, it makes dense float32 weights with the values of CUDA's quantized ones.
 
-Converts INT4 weights that another tool quantized to CUDA's layout. Codes and zero points stay exact, and scales are
-as near as possible.
+INT4 weights that another tool quantized are converted to CUDA's layout. Codes and zero points stay exact, and scales
+are as near as possible.
 
 ExecuTorch's ``CudaCoalescedInt4Tensor`` stores a scale as an 8-bit code times an fp16 step, which 256 weights of a row
 share, and stores a zero point in the same way. ExecuTorch computes the step only from the largest of the scales that
