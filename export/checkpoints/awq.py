@@ -36,14 +36,14 @@ class Awq(Format):
     REQUIRED = (QWEIGHT, QZEROS, SCALES)
 
     def __init__(self, file: Path, config: dict[str, Any]):
-        fields = Fields(f"{file}: quantization_config", config)
+        fields = Fields(file, config, "quantization_config")
         check_bits(fields, (4,))
         self.group = check_group(fields)
         self.symmetric = fields.boolean("zero_point", True) is False
         names = {key: str(config[key]).lower() for key in ("version", "format") if config.get(key) is not None}
-        version = agreed(Fields(fields.file, names), "version", "format") or "gemm"
+        version = agreed(Fields(file, names, fields.part), "version", "format") or "gemm"
         if version != "gemm" or config.get("backend") == "llm-awq":
-            raise ValueError(f"{fields.file} has the version {version}, but only gemm is read: {ANOTHER}")
+            raise ValueError(f"{fields.where} has the version {version}, but only gemm is read: {ANOTHER}")
 
     def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
         columns, words = matrix(linear, QWEIGHT, parts[QWEIGHT])

@@ -41,8 +41,8 @@ class Gptq(Format):
     REQUIRED, OPTIONAL = (QWEIGHT, QZEROS, SCALES), (G_IDX,)
 
     def __init__(self, file: Path, config: dict[str, Any]):
-        fields = Fields(f"{file}: quantization_config", config)
-        self._file = fields.file
+        fields = Fields(file, config, "quantization_config")
+        self._fields = fields
         self.bits = check_bits(fields, BITS)
         self.group = check_group(fields)
         # linears then differ in bits and group size, which follow from the shapes of their parts
@@ -50,7 +50,7 @@ class Gptq(Format):
         self._sym, self._ordered = fields.boolean("sym"), fields.boolean("desc_act") is False
         kind = agreed(fields, "checkpoint_format", "format") or "gptq"
         if kind not in ("gptq", "gptq_v2") or fields.boolean("is_marlin_format"):
-            raise ValueError(f"{fields.file} has the format {kind}, but only gptq and gptq_v2 are read: {ANOTHER}")
+            raise ValueError(f"{fields.where} has the format {kind}, but only gptq and gptq_v2 are read: {ANOTHER}")
         self.less_one = kind == "gptq"
 
     def layout(self, linear: str, parts: Parts, read: Read) -> PackedLinear:
@@ -103,8 +103,8 @@ class Gptq(Format):
         ``+:``, AutoRound's are names or patterns."""
         for rule, settings in self.dynamic.items():
             if isinstance(settings, dict) and (rule == linear or _matches(rule.removeprefix("+:"), linear)):
-                return Fields(self._file, settings)
-        return Fields(self._file, {})
+                return replace(self._fields, content=settings)
+        return replace(self._fields, content={})
 
     def _check_symmetric(self, linear: str, layout: PackedLinear, read: Read) -> None:
         """Raise ValueError unless all zero points are the middle code, stored as it is or less 1."""

@@ -35,9 +35,15 @@ class Fields(Mapping[str, Any]):
     A key that is absent or null gives the default. Each method raises ValueError for a value of another kind.
     """
 
-    file: Path | str
-    """The file, or a name of its part."""
+    file: Path
     content: Mapping[str, Any]
+    part: str = ""
+    """The key of the file's part that errors name as well; "" for the whole file."""
+
+    @property
+    def where(self) -> str:
+        """Return what errors begin with: the file, and the part."""
+        return f"{self.file}: {self.part}" if self.part else str(self.file)
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 - a value of JSON
         return self.content[key]
@@ -99,12 +105,12 @@ class Fields(Mapping[str, Any]):
         """Return an object; an empty one if the key is absent or null."""
         value = self.content.get(key)
         if value is not None and not isinstance(value, dict):
-            raise ValueError(f"{self.file}: {key} is {_kind(value)}, but must be an object: correct it")
-        return Fields(self.file, value or {})
+            raise ValueError(f"{self.where}: {key} is {_kind(value)}, but must be an object: correct it")
+        return Fields(self.file, value or {}, self.part)
 
     def changed(self, values: Mapping[str, Any]) -> "Fields":
         """Return these fields with some replaced or added."""
-        return Fields(self.file, {**self.content, **values})
+        return Fields(self.file, {**self.content, **values}, self.part)
 
     def _refuse(self, key: str, wanted: str) -> NoReturn:
-        raise ValueError(f"{self.file}: {key} is {json.dumps(self.content[key])}, but must be {wanted}")
+        raise ValueError(f"{self.where}: {key} is {json.dumps(self.content[key])}, but must be {wanted}")

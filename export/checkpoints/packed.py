@@ -114,7 +114,7 @@ def check_bits(fields: Fields, known: tuple[int, ...]) -> int:
     bits = fields.count("bits")
     if bits is None or bits not in known:
         raise ValueError(
-            f"{fields.file} has bits {bits}, but must have {' or '.join(map(str, known))} to be read: {ANOTHER}"
+            f"{fields.where} has bits {bits}, but must have {' or '.join(map(str, known))} to be read: {ANOTHER}"
         )
     return bits
 
@@ -132,7 +132,7 @@ def agreed(fields: Fields, *keys: str) -> Any:  # noqa: ANN401 - of the field's 
     if len(set(map(repr, found.values()))) > 1:
         (first, one), (second, other) = list(found.items())[:2]
         raise ValueError(
-            f"{fields.file} has {first} {one} and {second} {other}, but they mean the same: take the wrong one out"
+            f"{fields.where} has {first} {one} and {second} {other}, but they mean the same: take the wrong one out"
         )
     return next(iter(found.values()), None)
 

@@ -22,8 +22,8 @@ from eagle3.targets.input_order import INPUT_ORDER
 def auto_round(file: Path, config: dict[str, Any]) -> Format:
     """Return the format that AutoRound used: ``packing_format`` names GPTQ's or AWQ's layout, and GPTQ's is the default
     (vLLM's ``INCConfig``). ``extra_config`` overrides the bits of single linears."""
-    where, packed_as = f"{file}: quantization_config", config.get("packing_format") or AUTO_GPTQ
-    fields = Fields(where, config)
+    fields, packed_as = Fields(file, config, "quantization_config"), config.get("packing_format") or AUTO_GPTQ
+    where = fields.where
     if packed_as not in (AUTO_GPTQ, "auto_round:gptq", AUTO_AWQ):
         raise ValueError(
             f"{where} has packing_format {packed_as}, but only {AUTO_GPTQ} and {AUTO_AWQ} are read: {ANOTHER}"

@@ -272,7 +272,7 @@ def check_rope(config: "PreTrainedConfig", where: str, static: bool = True) -> N
             raise ValueError(f"{where}: rope_type is {json.dumps(kind)}, which transformers does not know: correct it")
         if each.get("rope_theta", 1.0) is None:
             raise ValueError(f"{where}: rope_theta is null, but must be a number above 0: correct it")
-        fields = Fields(where, each)
+        fields = Fields(Path(where), each)
         fields.number("rope_theta")
         fields.number("partial_rotary_factor", most=1)
         if static:
