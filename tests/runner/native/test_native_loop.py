@@ -10,7 +10,6 @@ from told_chain import Told
 
 from eagle3.runner import load
 from eagle3.runner.contract import MODEL_FILE
-from eagle3.runner.loop.adaptive_chain import AdaptiveChain
 from eagle3.runner.loop.generation import complete
 
 KINDS = {
@@ -81,27 +80,3 @@ def test_slots_of_rounds_without_drafts_are_written_later(built, counting, lengt
     assert {key: mine[key] for key in ROUNDS} == {key: theirs[key] for key in ROUNDS}
     calls = {name: each["calls"] for name, each in mine["methods"].items()}
     assert calls == dict(expected.stats.method_calls)
-
-
-@pytest.mark.parametrize("longest", [1, 3, 7])
-def test_the_adaptive_chain_chooses_the_lengths_of_the_python_runner(built, longest):
-    rounds = []
-    for text, rate in enumerate((0.9, 0.2, 0.6, 0.95)):
-        rounds.append((-1, 1.0))  # another text begins
-        for index in range(300):
-            accepted = 0
-            while (index * 7919 + accepted * 104729 + text) % 1000 < 1000 * rate and accepted < longest:
-                accepted += 1
-            stall = 2.0 if index in range(100, 140) or index % 97 == 0 else 1.0
-            rounds.append((accepted, stall * (1 + 0.01 * (index % 5)) * (2.0 if text == 2 else 1.0)))
-    chain, expected = AdaptiveChain(longest), []
-    chain.begin()
-    for accepted, seconds in rounds:
-        proposed = chain.next()
-        if accepted < 0:
-            chain.begin()
-        chain.record(proposed, min(max(accepted, 0), proposed), seconds * (1 + 0.25 * proposed))
-        expected.append(chain.next())
-    given = "\n".join(f"{accepted} {seconds!r}" for accepted, seconds in rounds)
-    done = subprocess.run([built / "internals", "chain", str(longest)], input=given, capture_output=True, text=True)
-    assert [int(each) for each in done.stdout.split()] == expected and len(set(expected)) > 1
