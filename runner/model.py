@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from eagle3.runner.artifact.near_ties import near_tie_of
+from eagle3.runner.artifact.record import read_export
 from eagle3.runner.contract import Metadata
 from eagle3.runner.hosts.session import Session
 from eagle3.runner.loop.adaptive_chain import AdaptiveChain
@@ -27,6 +28,12 @@ __all__ = ["ABORT", "BusyError", "Model", "Piece", "Prompt", "Result", "Stream"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or the messages of a conversation, which the chat template renders."""
+
+
+NOTED_ROUNDS, FAR_BELOW = 20, 1 / 3
+"""The rounds after which few accepted proposals are no chance, and the share of the measured number that is few."""
+MILD = 0.7
+"""The highest temperature at which acceptance is compared with that of greedy text."""
 
 
 class BusyError(RuntimeError):
@@ -148,6 +155,27 @@ class Model:
             tie = near_tie_of(self.metadata, self._folder)
             lookup = self.lookup_for(result.options)
             return replay(self.session, result.prompt_token_ids, result.token_ids, make_choice, chain, tie, lookup)
+
+    def acceptance_note(self, result: Result) -> str | None:
+        """Return a line for the user if far fewer of the head's proposals were accepted than ``export.json`` says,
+        otherwise None. A processor whose kernels compute a quantized head otherwise is not seen in the text, which
+        stays right."""
+        options, stats = result.options, result.stats
+        if options.chain_len is not None or options.temperature > MILD or options.adjusts or options.structured_outputs:
+            return None
+        check = {} if self._folder is None else read_export(self._folder).get("check")
+        measured = check.get("mean_acceptance_length") if isinstance(check, dict) else None
+        rounds = stats.num_drafts - stats.num_lookup_drafts
+        if not isinstance(measured, float) or rounds < NOTED_ROUNDS:
+            return None
+        accepted = (stats.num_accepted_tokens - stats.num_lookup_accepted_tokens) / rounds
+        if accepted >= (measured - 1) * FAR_BELOW:
+            return None
+        return (
+            f"few proposals are accepted: {accepted:.2f} a round in {rounds} rounds, {measured - 1:.2f} on the prompts "
+            "of the export. Text of another kind can be the cause; if every text shows it, this processor computes the "
+            "draft head otherwise"
+        )
 
     def forget(self) -> None:
         """Forget the tokens in the KV caches, so that the next prompt is computed from its beginning."""

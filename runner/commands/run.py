@@ -224,6 +224,8 @@ def _tell(model: "Model", result: "Result", stats: bool, verify_lossless: bool, 
         tell(summary(result))
         if result.options.chain_len == AUTO and model.chain.note:
             tell(model.chain.note)
+    if note := model.acceptance_note(result):
+        tell(note)
     if stats:
         tell(table(result.stats))
     if again and not as_json:

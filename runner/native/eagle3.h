@@ -74,6 +74,7 @@ struct Result {
   std::optional<int64_t> stop_reason;  ///< the stop token
   std::optional<uint64_t> seed;  ///< of a sampled generation
   Stats stats;
+  std::string note;  ///< a line for the user if far fewer proposals were accepted than export.json says; usually empty
 
   std::string json() const;
 };
@@ -94,7 +95,8 @@ class Model {
   const Metadata& metadata() const;
 
   /// Generates tokens after `prompt`. A beginning that the caches still hold is not computed again. Throws Refused for a
-  /// prompt or an option that the artifact does not take, std::runtime_error if a method fails.
+  /// prompt or an option that the artifact does not take, and while another generation of this model runs;
+  /// std::runtime_error if a method fails.
   Result generate(const Ids& prompt, const Options& options = {}, const Callback& callback = {});
 
   /// Forgets the tokens in the caches, so that the next prompt is computed from its beginning.

@@ -103,6 +103,7 @@ int run(const Command& command) {
     });
     std::cout << (command.json ? result.json() : "") << std::endl;
     if (!command.json && result.seed) std::cerr << "seed " << *result.seed << std::endl;
+    if (!result.note.empty()) std::cerr << result.note << std::endl;
     if (result.finish_reason == "abort") return 130;
   }
   return 0;

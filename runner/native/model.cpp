@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <atomic>
+#include <cctype>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -6,20 +8,38 @@
 #include <random>
 
 #include "eagle3.h"
+#include "record.h"
 #include "rounds.h"
 
 namespace eagle3 {
 
 struct Model::Impl {
   Impl(const std::string& path, bool separate_arenas)
-      : session(path, separate_arenas), adaptive(session.metadata.chain_len) {}
+      : record(read_record(path)), session(path, separate_arenas), adaptive(session.metadata.chain_len) {}
 
+  Record record;
   Session session;
   CachedTokens cached;
   AdaptiveChain adaptive;  // keeps what it learned
+  std::atomic<bool> running{false};
 };
 
 namespace {
+
+/// Reserves a model's KV caches. Throws Refused if a generation has them, such as the one that calls the callback.
+class Reserved {
+ public:
+  explicit Reserved(std::atomic<bool>& running) : running_(running) {
+    if (running_.exchange(true)) {
+      throw Refused("a generation of this model is running, and the model has one KV cache: end it first, or load the "
+          "artifact a second time");
+    }
+  }
+  ~Reserved() { running_ = false; }
+
+ private:
+  std::atomic<bool>& running_;
+};
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -76,6 +96,21 @@ void check_options(const Metadata& metadata, const Options& options) {
   }
 }
 
+constexpr double kMild = 0.7, kFarBelow = 1.0 / 3;  // as in runner/model.py
+constexpr int64_t kNotedRounds = 20;
+
+/// A line if far fewer proposals were accepted than `measured` tokens a round say; empty otherwise, or if that is 0.
+std::string acceptance_note(const Stats& stats, double measured) {
+  const double accepted = stats.num_drafts ? (double)stats.num_accepted_tokens / stats.num_drafts : 0;
+  if (stats.num_drafts < kNotedRounds || accepted >= (measured - 1) * kFarBelow) return "";
+  char line[300];
+  snprintf(line, sizeof line,
+           "few proposals are accepted: %.2f a round in %lld rounds, %.2f on the prompts of the export. Text of another kind "
+           "can be the cause; if every text shows it, this processor computes the draft head otherwise",
+           accepted, (long long)stats.num_drafts, measured - 1);
+  return line;
+}
+
 /// The calls of a session since its counters had the values `before`.
 std::vector<Stats::Calls> calls_since(std::vector<Stats::Calls> calls, const std::vector<Stats::Calls>& before) {
   for (size_t i = 0; i < before.size(); i++) {
@@ -95,7 +130,8 @@ std::string model_file(const std::string& artifact) {
   }
   char head[8] = {};
   std::ifstream(model, std::ios::binary).read(head, sizeof head);
-  if (head[4] != 'E' || head[5] != 'T' || !std::isdigit(head[6]) || !std::isdigit(head[7])) {
+  if (head[4] != 'E' || head[5] != 'T' || !std::isdigit((unsigned char)head[6]) ||
+      !std::isdigit((unsigned char)head[7])) {
     throw Refused(model.string() + " is no ExecuTorch program (no ET identifier in its header): damaged or another file, "
         "copy or export it again");
   }
@@ -111,9 +147,13 @@ Model::~Model() = default;
 
 const Metadata& Model::metadata() const { return impl_->session.metadata; }
 
-void Model::forget() { impl_->cached.clear(); }
+void Model::forget() {
+  Reserved reserved(impl_->running);
+  impl_->cached.clear();
+}
 
 Result Model::generate(const Ids& prompt, const Options& given, const Callback& callback) {
+  Reserved reserved(impl_->running);
   Session& session = impl_->session;
   const Metadata& metadata = session.metadata;
   check_prompt(metadata, prompt);
@@ -156,10 +196,14 @@ Result Model::generate(const Ids& prompt, const Options& given, const Callback& 
   if (result.finish_reason.empty()) result.finish_reason = "abort";
   stats.generation_tokens = result.token_ids.size();
   stats.methods = calls_since(session.calls, before);
+  if (!options.chain_len && !options.adaptive_chain && options.temperature <= kMild) {
+    result.note = acceptance_note(stats, impl_->record.acceptance);
+  }
   return result;
 }
 
 void Model::check_caches() {
+  Reserved reserved(impl_->running);
   Session& session = impl_->session;
   const Metadata& metadata = session.metadata;
   impl_->cached.clear();

@@ -50,7 +50,6 @@ class Draw {
   /// The column of the largest logit plus noise, among those that the filters keep.
   int64_t operator()(const float* logits, int64_t position) {
     const int64_t size = spread_.size();
-    if (options_.temperature == 0) return std::max_element(logits, logits + size) - logits;
     const float temperature = options_.temperature, floor = threshold(logits);
     const Keys keys = keys_at(position);
     // An id whose noise is not loud can win only if its logit plus kLoud reaches the best sum so far.

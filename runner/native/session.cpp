@@ -30,8 +30,8 @@ double now() {
 
 using executorch::runtime::PalImpl;
 
-std::string logged;  // the errors since a LogKept began
-int keepers = 0;
+thread_local std::string logged;  // the errors since a LogKept began on this thread; others may run other models
+thread_local int keepers = 0;
 PalImpl before;
 
 void keep_log(

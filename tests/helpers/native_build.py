@@ -17,14 +17,16 @@ project(application CXX)
 add_subdirectory("{NATIVE}" native)
 add_executable(application "{HERE}/application.cpp")
 target_link_libraries(application PRIVATE eagle3 eagle3_operators)
+add_executable(internals "{HERE}/internals.cpp")
+target_link_libraries(internals PRIVATE eagle3 eagle3_operators)
 add_library(kernels SHARED "{HERE}/operators_library.cpp" $<TARGET_OBJECTS:eagle3_kernels>)
 target_include_directories(kernels PRIVATE "{NATIVE}/operators")
 """
 
 
 def build(folder: Path) -> Path:
-    """Build the command, the application that embeds the library, and the kernels as a library for ctypes. Returns the
-    build folder. Skips the test if there is no compiler or no CMake."""
+    """Build the command, the tests' own programs, and the kernels as a library for ctypes. Returns the build folder.
+    Skips the test if there is no compiler or no CMake."""
     for tool in ("g++", "cmake"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed, which builds the native runner")

@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+from scripted import VOCABULARY, ScriptedSession, scripted_metadata
 
 from eagle3.runner import load
+from eagle3.runner.contract import EXPORT_RECORD
 from eagle3.runner.conversation import Conversation
 from eagle3.runner.loop.generation import complete
 from eagle3.runner.model import Model
@@ -51,6 +53,33 @@ def test_the_text_does_not_depend_on_the_chain_length(fresh, model, chain_len, o
     expected = model.generate(TEXT, max_new_tokens=60, **options)
     result = fresh.generate(TEXT, max_new_tokens=60, chain_len=chain_len, **options)
     assert result.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    ("right", "options", "noted"),
+    [
+        (False, {}, True),
+        (True, {}, False),
+        (False, {"max_new_tokens": 15}, False),
+        (False, {"chain_len": 2}, False),
+    ],
+)
+def test_far_fewer_accepted_proposals_than_at_the_export_are_noted(tmp_path, right, options, noted):
+    def greedy(prefix):
+        return (5 * prefix[-1] + len(prefix)) % VOCABULARY
+
+    def wrong(prefix):
+        return (greedy(prefix) + (len(prefix) % 5 > 0)) % VOCABULARY
+
+    (tmp_path / EXPORT_RECORD).write_text(json.dumps({"check": {"mean_acceptance_length": 2.5}}))
+    metadata = scripted_metadata()
+    for folder in (tmp_path, tmp_path / "elsewhere", None):
+        model = Model(metadata, lambda: ScriptedSession(metadata, greedy, greedy if right else wrong), folder)
+        result = model.generate([1, 2, 3], ngram=False, **({"max_new_tokens": 50} | options))
+        note = model.acceptance_note(result)
+        assert (note is not None) == (noted and folder == tmp_path), note
+        accepted, rounds = result.stats.num_accepted_tokens, result.stats.num_drafts
+        assert note is None or f"{accepted / rounds:.2f} a round in {rounds} rounds, 1.50 on" in note
 
 
 def test_a_drawn_seed_is_returned_and_repeats_the_text(fresh):

@@ -1,5 +1,5 @@
-// An application that embeds the native runner: cancels a generation after two rounds, then continues its text, then runs
-// the same prompt again without an interruption. Prints a line of ids for each, and the reused tokens of the second.
+// An application that embeds the native runner: cancels a generation after two rounds, in which it asks for a second one in
+// vain, then continues its text, then runs the same prompt again without an interruption. Prints a line of ids for each, and the reused tokens of the second.
 #include <eagle3.h>
 
 #include <cstdlib>
@@ -22,7 +22,16 @@ int main(int argc, char** argv) {
   eagle3::Options options;
   options.max_new_tokens = 40;
   int rounds = 0;
-  eagle3::Result cut = model.generate(prompt, options, [&](const eagle3::Ids& fresh) { return fresh.empty() || ++rounds < 3; });
+  eagle3::Result cut = model.generate(prompt, options, [&](const eagle3::Ids& fresh) {
+    for (bool forgets : {false, true}) {  // both would spoil the caches of the running generation
+      try {
+        forgets ? model.forget() : (void)model.generate(prompt);
+        std::cout << "not refused ";
+      } catch (const eagle3::Refused&) {
+      }
+    }
+    return fresh.empty() || ++rounds < 3;
+  });
   eagle3::Ids longer = prompt;
   longer.insert(longer.end(), cut.token_ids.begin(), cut.token_ids.end());
   options.max_new_tokens -= cut.token_ids.size();

@@ -8,10 +8,10 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from native_build import build
+from native_runs import check_equal, run
 
 from eagle3.runner import load
-from eagle3.runner.contract import MODEL_FILE
+from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
 
 SAMPLED = [
     {"temperature": 0.7},
@@ -20,46 +20,6 @@ SAMPLED = [
     {"temperature": 0.7, "min_p": 0.05},
     {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "min_p": 0.02},
 ]
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("native"))
-
-
-def run(built, artifact, prompts, **options):
-    """Run the command. Returns (exit code, results, stderr)."""
-    flags = ["--" + name.replace("_", "-") + ("" if value is True else f"={value}") for name, value in options.items()]
-    flags = [part for flag in flags for part in flag.split("=")]
-    for prompt in prompts:
-        flags += ["--prompt-tokens", ",".join(map(str, prompt))]
-    command = [built / "native" / "eagle3-native", artifact, "--json", *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
-
-
-SAME = ("prompt_tokens", "reused_prompt_tokens", "generation_tokens")
-ROUNDS = ("num_undrafted_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
-"""Counts that show a fault that leaves the tokens right: a wrong draft slot costs acceptance only."""
-
-
-def check_equal(built, model, artifact, prompts, **options) -> int:
-    """Check that both runners give the same tokens in the same rounds, for prompts one after the other. Returns the
-    number of rounds."""
-    model.forget()
-    expected = [model.generate(prompt, ngram=False, **options) for prompt in prompts]
-    code, results, errors = run(built, artifact, prompts, **options)
-    assert code == 0, errors
-    adaptive = options.get("chain_len") == "auto"  # whose lengths depend on measured times
-    for mine, theirs in zip(results, expected, strict=True):
-        assert mine["token_ids"] == theirs.token_ids, (options, len(theirs.prompt_token_ids))
-        assert mine["finish_reason"] == theirs.finish_reason and mine.get("stop_reason") == theirs.stop_reason
-        counts = theirs.stats.counts()
-        keys = SAME if adaptive else SAME + ROUNDS
-        assert {key: mine["stats"][key] for key in keys} == {key: counts[key] for key in keys}, options
-        calls = {name: each["calls"] for name, each in mine["stats"]["methods"].items()}
-        assert adaptive or calls == dict(theirs.stats.method_calls)
-    return sum(mine["stats"]["num_drafts"] for mine in results)
 
 
 def source_tokens(model, count):
@@ -79,7 +39,8 @@ def test_greedy_tokens_and_rounds_are_those_of_the_python_runner(built, model, a
 @pytest.mark.parametrize("seed", range(10))
 def test_sampled_tokens_are_those_of_the_python_runner(built, model, artifact, seed):
     options = SAMPLED[seed % len(SAMPLED)] | {"seed": seed * 0x0123456789ABCDEF % 2**63, "max_new_tokens": 48}
-    check_equal(built, model, artifact, [source_tokens(model, 20 + seed)], **options)
+    length = 20 + seed if seed else 500  # whose new tokens lie on both sides of position 512, where new keys begin
+    check_equal(built, model, artifact, [source_tokens(model, length)], **options)
 
 
 def test_a_dialogue_takes_up_its_prefix_as_in_python(built, model, artifact):
@@ -158,6 +119,34 @@ def test_files_that_are_no_program_are_refused_in_the_same_words(built, tmp_path
             load(path)
         code, _, error = run(built, path, [[3]])
         assert code == 1 and error.strip() == f"Error: {refused.value}"
+
+
+def test_a_program_of_another_size_than_recorded_is_refused_in_the_same_words(built, artifact, tmp_path):
+    shutil.copytree(artifact, tmp_path / "cut")
+    with (tmp_path / "cut" / MODEL_FILE).open("r+b") as file:
+        file.truncate(1_000_000)
+    with pytest.raises(ValueError) as refused:
+        load(tmp_path / "cut")
+    code, _, error = run(built, tmp_path / "cut", [[3]])
+    assert code == 1 and error.strip() == f"Error: {refused.value}"
+
+
+def test_few_accepted_proposals_are_noted_in_the_same_words(built, model, artifact, tmp_path):
+    prompt, options = source_tokens(model, 30), {"max_new_tokens": 80, "ignore_eos": True}
+    shutil.copytree(artifact, tmp_path / "out")
+    record = json.loads((artifact / EXPORT_RECORD).read_text())
+    record["check"]["mean_acceptance_length"] = 19.5
+    (tmp_path / "out" / EXPORT_RECORD).write_text(json.dumps(record))
+    with load(tmp_path / "out") as other:
+        result = other.generate(prompt, ngram=False, **options)
+        assert result.stats.num_drafts >= 20 and other.acceptance_note(result)
+        _, _, noted = run(built, tmp_path / "out", [prompt], **options)
+        assert noted.strip() == other.acceptance_note(result)
+    for others in ({"max_new_tokens": 10}, {"chain_len": 1}, {"temperature": 0.8, "seed": 1}):
+        code, _, noted = run(built, tmp_path / "out", [prompt], **(options | others))
+        assert code == 0 and noted == ""
+    code, _, noted = run(built, artifact, [prompt], **options)
+    assert code == 0 and noted == ""
 
 
 def test_a_missing_operator_is_named(built, artifact, tmp_path):

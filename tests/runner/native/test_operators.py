@@ -5,12 +5,12 @@ import math
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
 import pytest
 import torch
-from native_build import Kernels, build
+from native_build import Kernels
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return Kernels(build(tmp_path_factory.mktemp("native")))
+def kernels(built):
+    return Kernels(built)
 
 
 # batch, rows, query heads, heads of keys, head_dim, slots, first position, causal, with a mask

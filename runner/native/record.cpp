@@ -1,0 +1,62 @@
+#include "record.h"
+
+#include <filesystem>
+#include <fstream>
+#include <locale>
+#include <sstream>
+
+#include "eagle3.h"
+#include "manifest.h"
+
+namespace eagle3 {
+namespace {
+
+constexpr const char* kRecord = "export.json";
+
+/// The number at a path of keys; 0 without it.
+template <class Number>
+Number number(std::string json, std::initializer_list<const char*> keys) {
+  for (const char* key : keys) {
+    std::optional<std::string> value = json_value(json, key);
+    if (!value) return 0;
+    json = *value;
+  }
+  std::istringstream stream(json);
+  stream.imbue(std::locale::classic());
+  Number found = 0;
+  stream >> found;
+  return stream ? found : 0;
+}
+
+/// A number as 1,234,567.
+std::string grouped(uint64_t value) {
+  std::string text = std::to_string(value);
+  for (int64_t at = (int64_t)text.size() - 3; at > 0; at -= 3) text.insert(at, ",");
+  return text;
+}
+
+}  // namespace
+
+Record read_record(const std::string& model) {
+  const std::filesystem::path path(model);
+  std::ifstream file(path.parent_path() / kRecord, std::ios::binary);
+  if (!file) return {};
+  std::stringstream text;
+  text << file.rdbuf();
+  Record record;
+  uint64_t recorded = 0;
+  try {
+    recorded = number<uint64_t>(text.str(), {"files", path.filename().string().c_str(), "bytes"});
+    record.acceptance = number<double>(text.str(), {"check", "mean_acceptance_length"});
+  } catch (const Refused&) {
+    throw Refused((path.parent_path() / kRecord).string() + " is not what eagle3-export writes: copy or export it again");
+  }
+  const uint64_t size = std::filesystem::file_size(path);
+  if (recorded && recorded != size) {
+    throw Refused(model + " is damaged, or was edited after the export (" + grouped(size) + " bytes, " + kRecord + " says " +
+        grouped(recorded) + "): copy or export it again");
+  }
+  return record;
+}
+
+}  // namespace eagle3
