@@ -113,6 +113,23 @@ class Spied:
         self._chain.record(proposed, accepted, seconds)
 
 
+def test_while_speculation_is_off_a_chain_of_one_is_compared_next():
+    """Its length is beside 0, although a longer chain promises more."""
+    chain = AdaptiveChain(3)
+    chain.length, chain._compared, chain._costs = 0, {0, 1, 2, 3}, [1, 2.0, 2.6, 3.0]
+    assert chain.note.startswith("speculation is off: a round of 4 tokens costs 3.00 steps")
+    assert chain._to_compare() == 1
+
+
+def test_rounds_of_0_seconds_are_not_timed():
+    """Rounds whose seconds are not known count as 0 s."""
+    chain = AdaptiveChain(3)
+    chain.begin()
+    for _ in range(50):
+        chain.record(chain.next(), 0, 0.0)
+    assert chain.length == 3
+
+
 def test_rounds_shortened_by_the_contexts_end_do_not_change_the_costs():
     assert to_the_best(Machine(), Text((0.8,)), adaptive(), generation=40, cut=10) > 0.975
 

@@ -21,7 +21,7 @@ from scripted_logits import LogitsSession, random_logits
 from told_chain import Told
 
 from eagle3.runner.loop import lookup_choice as lookup_module
-from eagle3.runner.loop.adaptive_chain import AdaptiveChain
+from eagle3.runner.loop.adaptive_chain import AcceptanceRates, AdaptiveChain
 from eagle3.runner.loop.cached_tokens import CachedTokens
 from eagle3.runner.loop.choice import Greedy
 from eagle3.runner.loop.generation import complete, generate
@@ -85,6 +85,13 @@ def test_the_lookup_proposes_from_the_latest_place_and_follows_it_while_it_is_ri
     assert (index.common(), index.ahead(3)) == (0, [])
     index.become([5, 6, 5, 6, 5, 6, 5])
     assert index.ahead(6) == [6, 5, 6, 5, 6, 5]
+
+
+def test_the_index_holds_nothing_of_earlier_texts():
+    index, random = TextIndex(), Random(0)
+    for _ in range(3):
+        index.become([random.randrange(10**6) for _ in range(20)])
+    assert len(index._latest) == 20 - SHORTEST + 1
 
 
 @pytest.mark.parametrize("before", [[1, 2, 3], [7, 8, 9]])  # the second leaves no key of the index to remove
@@ -196,6 +203,18 @@ def test_the_lookup_is_chosen_for_repeated_text_and_the_head_for_new_text():
     assert kinds[LOOKUP] > 2 * kinds[HEAD]
     kinds, _ = played(choice, text_of("new"), 3, 0.5, costs_of(0.08))
     assert kinds[LOOKUP] < 0.02 * kinds[HEAD]
+
+
+@pytest.mark.parametrize(("common", "leaves"), [(3, False), (30, True)])
+def test_tokens_of_the_head_that_exist_are_discarded_only_for_a_long_match(common, leaves):
+    """The tokens were drafted by a fused round and must be drafted again, which pays only if the place continues for
+    several rounds."""
+    text, choice = list(range(20, 60)), LookupChoice(3, 3)
+    choice._costs._costs |= {(HEAD, 3): 2.0, (LOOKUP, 3): 1.0}
+    choice.begin([*text, 1, *text[:common]])
+    choice._lookup, choice._head = [AcceptanceRates(3, 0.8)] * 4, [AcceptanceRates(3, 0.85)] * 4
+    assert choice.offer(3, 50, drafted=False)
+    assert bool(choice.offer(3, 50, drafted=True)) == leaves
 
 
 def test_only_a_part_of_a_costly_window_is_proposed():
@@ -430,3 +449,24 @@ def test_tokens_forced_by_a_grammar_precede_the_lookups_proposals():
         assert not result.stats.num_lookup_drafts
         if chain == 2:
             assert result.stats.num_accepted_tokens > result.stats.num_drafts
+
+
+def test_rounds_forced_by_a_grammar_after_lookup_rounds_are_not_counted_as_the_lookups():
+    class Late(Greedy):
+        """A grammar that forces the repeating text from position 60 on."""
+
+        greedy, length = False, len(REPEATED)
+
+        def forced(self, proposed, count):
+            ahead = self.length + sum(tokens.shape[1] for tokens in proposed)
+            return [repeating(range(ahead + step)) for step in range(count)] if self.length >= 60 else []
+
+        def accept(self, tokens):
+            self.length += len(tokens)
+
+    session = ScriptedSession(scripted_metadata(max_seq_len=200), repeating, wrong)
+    options = {"choice": Late(), "lookup": LookupChoice(3, 3)}
+    result = complete(session, REPEATED, max_new_tokens=100, **options)
+    assert result.token_ids == [repeating(range(at)) for at in range(25, 125)]
+    before = (60 - len(REPEATED)) // 4 + 1  # rounds of four tokens
+    assert 0 < result.stats.num_lookup_drafts <= before < result.stats.num_drafts - 10

@@ -116,6 +116,16 @@ def test_all_samples_of_a_draft_equal_to_the_target_are_accepted(others):
     assert complete(session, PROMPT, max_new_tokens=40, choice=sampler).stats.mean_acceptance_length > 3.9
 
 
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_one_of_openais_penalties_alone_is_subtracted_for_generated_tokens(name):
+    sampler = Sampler(Sampling(**{name: 0.8}), replace(scripted_metadata(), vocab_size=4, has_logits=True), [1])
+    step, said = Step(None, None, torch.tensor([[[0.0, 1.0, 0.5, 0.1]]])), []
+    for _ in range(3):
+        said += sampler.target(step, [])[0].tolist()
+        sampler.accept(said[-1:])
+    assert said == [1, 2, 1]  # the prompt has no penalty; at last 0.2 is the largest logit
+
+
 def test_log_probabilities_are_of_the_raw_logits(session):
     prompt, metadata = [2, 318, 1664, 11], session.metadata
     choice = Logprobs(Sampler(Sampling(temperature=1.5, seed=1), metadata, prompt), 3)
