@@ -6,6 +6,7 @@ if a slot was given the feature of another position: one wrong slot costs every 
 to many slots, and a wrong one often leaves its proposals as they are.
 """
 
+import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  (registers torch.ops.llama)
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
@@ -35,14 +36,18 @@ class Counting(nn.Module):
     def __init__(self, cache: bool, proposals: int):
         super().__init__()
         self.cache, self.proposals = cache, proposals
-        for name in ("text", "slot_before", "slot_after", "slot_wrong"):
+        self.register_buffer("text", torch.zeros(2, SLOTS, 1, 1))  # the second of a batch of two is read
+        for name in ("slot_before", "slot_after", "slot_wrong"):
             self.register_buffer(name, torch.zeros(SLOTS, dtype=torch.long))
         self.register_buffer("places", torch.arange(SLOTS))
 
     def target(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        self.text[input_pos] = tokens[0]
+        rows = tokens[0].float()
+        rows, slots = torch.stack((rows * 0, rows))[:, :, None, None], torch.stack((input_pos, input_pos))
+        torch.ops.llama.update_cache_with_indices(rows, self.text, 0, slots)
+        text = self.text[1, :, 0, 0].long()
         seen = (self.places[None] <= input_pos[:, None]).long()
-        sums = (((self.text + 1) * (self.places % 7 + 1))[None] * seen).sum(-1) % VOCABULARY
+        sums = (((text + 1) * (self.places % 7 + 1))[None] * seen).sum(-1) % VOCABULARY
         return sums[None], torch.stack((sums, input_pos, input_pos), -1)[None].float()
 
     def slots(self, tokens: Tensor, given: Tensor, input_pos: Tensor) -> Tensor:
