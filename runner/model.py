@@ -163,10 +163,12 @@ class Model:
         options, stats = result.options, result.stats
         if options.chain_len is not None or options.temperature > MILD or options.adjusts or options.structured_outputs:
             return None
-        check = {} if self._folder is None else read_export(self._folder).get("check")
-        measured = check.get("mean_acceptance_length") if isinstance(check, dict) else None
         rounds = stats.num_drafts - stats.num_lookup_drafts
-        if not isinstance(measured, float) or rounds < NOTED_ROUNDS:
+        if rounds < NOTED_ROUNDS or self._folder is None:
+            return None
+        check = read_export(self._folder).get("check")
+        measured = check.get("mean_acceptance_length") if isinstance(check, dict) else None
+        if not isinstance(measured, float):
             return None
         accepted = (stats.num_accepted_tokens - stats.num_lookup_accepted_tokens) / rounds
         if accepted >= (measured - 1) * FAR_BELOW:

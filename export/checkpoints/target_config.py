@@ -88,7 +88,7 @@ def read_target_config(checkpoint: Path, name: str) -> "PreTrainedConfig":
         raise _refusal(
             file, fields, error, lambda rest: spec.module().skeleton(text_config_of(_config_of(rest)), SHORT)
         ) from error
-    check_static(model, text_config, str(file))
+    check_static(model, text_config, file)
     return text_config
 
 
@@ -240,7 +240,7 @@ def _check_ropes(file: Path, config: "PreTrainedConfig") -> None:
             continue
         if not isinstance(rope.get(kind), dict):
             raise ValueError(f"{file}: rope_parameters has no entry for {kind}: correct it, or copy config.json again")
-    check_rope(config, str(file), static=False)
+    check_rope(config, file, static=False)
 
 
 def _whole(value: object) -> bool:
@@ -259,9 +259,9 @@ _BY_LENGTH = {
 }
 
 
-def check_rope(config: "PreTrainedConfig", where: str, static: bool = True) -> None:
+def check_rope(config: "PreTrainedConfig", file: Path, static: bool = True) -> None:
     """Raise ValueError for a transformers configuration with a rope that transformers does not know, and, if it must be
-    ``static``, with one whose table depends on the length of the text."""
+    ``static``, with one whose table depends on the length of the text. Errors name ``file``."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -269,30 +269,30 @@ def check_rope(config: "PreTrainedConfig", where: str, static: bool = True) -> N
     for each in flat:
         kind = each.get("rope_type", "default")
         if not isinstance(kind, str) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
-            raise ValueError(f"{where}: rope_type is {json.dumps(kind)}, which transformers does not know: correct it")
+            raise ValueError(f"{file}: rope_type is {json.dumps(kind)}, which transformers does not know: correct it")
         if each.get("rope_theta", 1.0) is None:
-            raise ValueError(f"{where}: rope_theta is null, but must be a number above 0: correct it")
-        fields = Fields(Path(where), each)
+            raise ValueError(f"{file}: rope_theta is null, but must be a number above 0: correct it")
+        fields = Fields(file, each)
         fields.number("rope_theta")
         fields.number("partial_rotary_factor", most=1)
         if static:
-            _refuse_by_length(kind, where)
+            _refuse_by_length(kind, file)
 
 
-def check_static(model: "nn.Module", config: "PreTrainedConfig", where: str) -> None:
+def check_static(model: "nn.Module", config: "PreTrainedConfig", file: Path) -> None:
     """Raise ValueError for a model whose rotary table depends on the length of the text. transformers' rotary modules
     decide that by their own ``rope_type`` (``dynamic_rope_update`` there), which may differ from the configuration's:
     HunYuan's "dynamic" with a fixed ``alpha`` is static."""
     found: list[Any] = [module.rope_type for module in model.modules() if hasattr(module, "rope_type")]
     if not found:
-        check_rope(config, where)
+        check_rope(config, file)
     for kind in (kind for each in found for kind in (each.values() if isinstance(each, dict) else (each,))):
-        _refuse_by_length(kind, where)
+        _refuse_by_length(kind, file)
 
 
-def _refuse_by_length(kind: str, where: str) -> None:
+def _refuse_by_length(kind: str, file: Path) -> None:
     if kind in _BY_LENGTH:
         raise ValueError(
-            f"{where}: rope_type {kind} is not supported: {_BY_LENGTH[kind]}, but a cached key keeps the rotation that "
+            f"{file}: rope_type {kind} is not supported: {_BY_LENGTH[kind]}, but a cached key keeps the rotation that "
             "it was given"
         )

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cctype>
-#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -40,10 +39,6 @@ class Reserved {
  private:
   std::atomic<bool>& running_;
 };
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 std::string shown(double value) {
   char text[32];

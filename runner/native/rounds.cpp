@@ -1,14 +1,9 @@
 #include "rounds.h"
 
 #include <algorithm>
-#include <chrono>
 
 namespace eagle3 {
 namespace {
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 Ids part(const Ids& ids, int64_t first, int64_t last) { return Ids(ids.begin() + first, ids.begin() + last); }
 

@@ -6,7 +6,6 @@
 #include <executorch/runtime/platform/platform.h>
 #include <executorch/runtime/platform/runtime.h>
 
-#include <chrono>
 #include <cstring>
 
 #include "manifest.h"
@@ -23,10 +22,6 @@ using executorch::runtime::Error;
 using executorch::runtime::EValue;
 
 constexpr int kOldestFormat = 1, kNewestFormat = 7;  // runner/contract/: FORMAT_VERSION to ROLLBACK_VERSION
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 using executorch::runtime::PalImpl;
 

@@ -3,9 +3,16 @@
 
 #include <executorch/extension/module/module.h>
 
+#include <chrono>
+
 #include "eagle3.h"
 
 namespace eagle3 {
+
+/// Seconds of a clock that never goes back.
+inline double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 /// Rows of features, copied out of a method's memory, which the next call writes again.
 struct Feature {

@@ -100,7 +100,7 @@ def layer_config(fields: Fields, headers: Mapping[str, TensorHeader], any_type: 
         raise ValueError(f"{file}: transformers cannot build a decoder layer from it ({reason}): correct it") from error
     config.layer_types = getattr(read, "layer_types", None)
     config.sliding_window = getattr(read, "sliding_window", None)
-    check_rope(config, str(file))
+    check_rope(config, file)
     return config
 
 

@@ -14,7 +14,7 @@ whose address depends on loaded data are left out.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,14 +84,31 @@ class Statement(NamedTuple):
         return re.split(r"\s*,\s*", self.text)
 
 
-class _Kernel:
+class Registers:
+    """The values of registers and operands, worked out once each. ``_worked_out`` returns one, or raises Unknown."""
+
+    def __init__(self) -> None:
+        self.known: dict = {}
+
+    def value(self, name: str) -> Any:
+        """Return the value of a register or an operand. Raises Unknown."""
+        if name not in self.known:
+            self.known[name] = None  # stays None if the value is unknown or depends on itself
+            self.known[name] = self._worked_out(name)
+        found = self.known[name]
+        if found is None:
+            raise Unknown(name)
+        return found
+
+
+class _Kernel(Registers):
     """The first block of a kernel, with the values of its threads' registers."""
 
     def __init__(self, ptx: str, threads: int, grid: Sequence[int], rows: int):
+        super().__init__()
         self.statements = [Statement(*found) for found in STATEMENT.findall(ptx)]
         self.pointers = set(map(int, POINTER.findall(ptx)))
         self.threads, self.grid, self.rows = threads, dict(zip("xyz", grid, strict=True)), rows
-        self.known: dict[str, Values | None] = {}
         self.definitions: dict[str, Statement] = {}  # the first definition holds a loop variable's initial value
         for statement in self.statements:
             target = statement.arguments()[0]
@@ -135,16 +152,6 @@ class _Kernel:
             return not statement.predicate or bool((self.value(statement.predicate) != bool(statement.negated)).any())
         except Unknown:
             return True
-
-    def value(self, name: str) -> Values:
-        """Return the value of a register or an operand. Raises Unknown."""
-        if name not in self.known:
-            self.known[name] = None  # stays None if the value is unknown or depends on itself
-            self.known[name] = self._worked_out(name)
-        found = self.known[name]
-        if found is None:
-            raise Unknown(name)
-        return found
 
     def _worked_out(self, name: str) -> Values:
         if name == "%tid.x":

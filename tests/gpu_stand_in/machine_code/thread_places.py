@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
-from machine_code.ptx import NUMBER, Unknown, computed
+from machine_code.ptx import NUMBER, Registers, Unknown, computed
 from machine_code.ptx_flow import Flow, Instruction
 
 COPIES = ("mov", "cvt", "cvta")
@@ -52,12 +52,12 @@ class Value:
         return Value(self.by_thread * factor, common, abs(self.step * factor))
 
 
-class Places:
+class Places(Registers):
     """The values and addresses of one kernel's threads."""
 
     def __init__(self, flow: Flow):
+        super().__init__()
         self.flow = flow
-        self.known: dict[str, Value | None] = {}
 
     def apart(self, one: Instruction, other: Instruction) -> bool:
         """Return True if no two threads can touch the same byte, one through the access ``one`` and another through
@@ -182,16 +182,6 @@ class Places:
             if kind in ("st", "atom", "red", "cp"):
                 busy |= self._executing(instruction)
         return ~(np.repeat(busy.reshape(-1, WARP).any(1), WARP) if in_warp else busy)
-
-    def value(self, name: str) -> Value:
-        """Return the value of a register or an operand. Raises Unknown."""
-        if name not in self.known:
-            self.known[name] = None  # stays None if the value is unknown or depends on itself
-            self.known[name] = self._worked_out(name)
-        found = self.known[name]
-        if found is None:
-            raise Unknown(name)
-        return found
 
     def _worked_out(self, name: str) -> Value | None:
         threads = self.flow.threads

@@ -176,5 +176,5 @@ def _layer(fields: Fields) -> "PreTrainedConfig":
         raise ValueError(
             f"{fields.file}: transformers cannot build a decoder layer from it ({reason[:200]}): correct it"
         ) from error
-    check_rope(config, str(fields.file))
+    check_rope(config, fields.file)
     return config
