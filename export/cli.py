@@ -249,6 +249,12 @@ HEADINGS = {
     show_default=True,
     help="Let the methods return logits too, which sampling, logprobs and margins need.",
 )
+@click.option(
+    "--sessions/--no-sessions",
+    default=None,
+    help="Add the methods read_state and write_state, so that a runner can keep a conversation in a file or beside "
+    "others. Default: on xnnpack.",
+)
 @click.option("--with-decode", is_flag=True, help="Add the method decode: generation without speculation, to compare.")
 @click.option(
     "--with-forward",

@@ -1,5 +1,6 @@
 """Makes one artifact from its plan: loads, traces, lowers, writes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,17 @@ from eagle3.export.speculator.speculator import (
     own_storages,
     trace_inputs,
 )
+from eagle3.export.speculator.state import StateBuffer, state_buffers, state_groups, trace_state
 from eagle3.export.speculator.tensor_files import in_files, return_freed_memory
-from eagle3.runner.contract import FORWARD, LACKING, PREFILL, Metadata, format_version
+from eagle3.runner.contract import (
+    FORWARD,
+    LACKING,
+    PREFILL,
+    READ_STATE,
+    WRITE_STATE,
+    Metadata,
+    format_version,
+)
 from eagle3.targets.attention import AttentionFactory, with_int8_caches
 from eagle3.targets.loading import Convert, default_form
 from eagle3.targets.spec import ROLLBACK_ROWS, is_recurrent
@@ -74,8 +84,13 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             with progress.stage(f"trace {method.name}"), backend.tracing(speculator, plan):
                 programs[method.name] = trace(speculator, method, plan.draft.hidden_size, backend.dtype)
         manifest |= backend.describe(programs, plan)
+        kept: list[StateBuffer] = []
+        if plan.sessions:
+            with progress.stage(f"trace {READ_STATE} and {WRITE_STATE}"):
+                kept = state_buffers(programs, speculator)
+                programs[READ_STATE], programs[WRITE_STATE] = trace_state(speculator, kept, *backend.state_rows())
         with progress.stage(f"lower to {plan.config.backend}"):
-            metadata = make_metadata(plan, manifest, speculator.draft.ids_in_target())
+            metadata = make_metadata(plan, manifest, speculator.draft.ids_in_target(), kept)
             program, built = backend.lower(programs, metadata.constant_methods(), plan)
         for arch, lack in built.get(LACKING, {}).items():
             progress.say(f"the artifact does not run on {arch}, which has too little for a block: {lack}")
@@ -166,6 +181,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
             plan.draft.has_cache,
             plan.has_draft,
             is_recurrent(plan.target_config),
+            plan.sessions,
         ),
         "target": config.target_model,
         "model_type": plan.target_config.model_type,
@@ -197,8 +213,11 @@ def draft_name(plan: Plan) -> str | None:
     return named.repository if named else "/".join(plan.draft.folder.resolve().parts[-2:])
 
 
-def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None = None) -> Metadata:
-    """Make the artifact's metadata. ``draft_ids`` maps the draft's ids to the target's, if they differ."""
+def make_metadata(
+    plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None = None, kept: Sequence[StateBuffer] = ()
+) -> Metadata:
+    """Make the artifact's metadata. ``draft_ids`` maps the draft's ids to the target's, if they differ. ``kept`` is the
+    state that ``read_state`` returns; none if the artifact has no such method."""
     prefill = plan.method(PREFILL)
     return Metadata(
         max_seq_len=plan.max_seq_len,
@@ -223,6 +242,7 @@ def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None
         rollback_rows=ROLLBACK_ROWS if is_recurrent(plan.target_config) else None,
         has_logits=plan.config.logits,
         draft_ids=draft_ids if plan.config.logits else None,
+        state=tuple(int(number) for group in state_groups(kept) for number in group) if kept else None,
         forward_len=plan.method(FORWARD).max_len if plan.config.with_forward else None,
     )
 

@@ -42,6 +42,8 @@ class BackendEntry:
     window_rows: tuple[int, ...] = (8, 16)
     """The possible limits of a verify window's rows. Prefill takes more rows than the smallest limit that the window
     fits into."""
+    sessions: bool = True
+    """True if the methods that read and write the state are exported by default."""
     states: frozenset[str] = frozenset()
     """The kinds of layers with a state that the backend computes (``eagle3.targets.spec.states_of``)."""
     flags: frozenset[str] = frozenset()
@@ -75,6 +77,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), exported with or without a GPU",
         "eagle3.export.lowering.cuda.backend",
         dtype="bfloat16",
+        sessions=False,
         flags=frozenset({"cuda_arch", "int4_layout", "kv_cache"}),
         states=frozenset({DELTA_RULE, KIMI_DELTA, MAMBA_2, SHORT_CONVOLUTION}),
         recipes=CUDA_RECIPES,

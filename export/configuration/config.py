@@ -61,6 +61,7 @@ class ExportConfig:
     with_forward: bool = False
     speculate: bool | None = None
     logits: bool = True
+    sessions: bool | None = None
     check: bool = True
     overwrite: bool = False
     config_folder: Path | None = None

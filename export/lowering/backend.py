@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from eagle3.export.planning.memory import GpuMemory
     from eagle3.export.planning.plan import Plan
     from eagle3.export.speculator.speculator import Eagle3Speculator
+    from eagle3.export.speculator.state import Read, Write
     from eagle3.targets.attention import AttentionFactory
 
 
@@ -74,6 +75,9 @@ class Backend(Protocol):
 
     def tracing(self, speculator: "Eagle3Speculator", plan: "Plan", /) -> AbstractContextManager[None]:
         """Return the context in which each method is traced."""
+
+    def state_rows(self) -> "tuple[Read, Write]":
+        """Return the functions with which ``read_state`` and ``write_state`` copy rows of a buffer out and in."""
 
     def exact_activations(self) -> AbstractContextManager[object]:
         """Return a context in which the prepared module does not quantize activations; used only if

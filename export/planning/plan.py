@@ -133,6 +133,12 @@ class Plan:
         return BACKENDS[self.config.backend].few_rows(max(self.verify_rows, self.draft.block_rows))
 
     @property
+    def sessions(self) -> bool:
+        """True if the artifact has the methods that read and write its state."""
+        asked = self.config.sessions
+        return BACKENDS[self.config.backend].sessions if asked is None else asked
+
+    @property
     def has_draft(self) -> bool:
         """True if there is a draft head: False for ``--draft none``."""
         return self.draft.kind != NO_HEAD

@@ -16,6 +16,8 @@ method              inputs                                         outputs
 ``speculate``       tokens [1,C], input_pos [C]                    greedy ids and next window [2,C], that window
                                                                    [1,C], its positions [C]
 ``forward``         tokens [1,T], input_pos [T], T from 1          logits [1,1,V] of the last row, and nothing else
+``read_state``      pieces [G]                                     a piece of each buffer of the state
+``write_state``     pieces [G], a piece of each buffer             pieces + 1 [G]
 ==================  =============================================  ================================================
 
 K is 1. If the draft head proposes all tokens of a round in one forward (P-EAGLE, DFlash, MLP speculators), K is
@@ -46,12 +48,16 @@ further. All of them must be in the context.
 cache. Our runner does not call it. ExecuTorch's runner has other names for lengths, see ``Metadata.forward_len``. If
 there is a method ``decode``, that runner calls it for each step and expects logits alone. An artifact therefore has at
 most one of the two.
+
+``read_state`` and ``write_state`` carry the state, which is every buffer that a method writes (caches, rings, recurrent
+states), out of the program and back, a piece at a time (see ``StateGroup``). The dtype and shape of a buffer's piece are
+those of its input of ``write_state``. A program without ``get_state_groups`` has neither method.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,6 +68,9 @@ METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
 DECODE, FORWARD, SPECULATE = "decode", "forward", "speculate"
 """Methods that exist only with ``--with-decode``, ``--with-forward``, and ``--speculate`` (the default for CUDA, and on
 the CPU for small models)."""
+
+READ_STATE, WRITE_STATE = "read_state", "write_state"
+"""Methods that exist unless the export had ``--no-sessions``."""
 
 TWO_ROWS, DRAFT_STEP = "two_rows", "draft_step"
 """Calls that the check of an export times beside whole methods: a verify of two rows, a draft step of one."""
@@ -75,7 +84,8 @@ its longest call."""
 LACKING = "lacking"
 """Key in the record of a CUDA artifact: later architectures that cannot run a block of its kernels, and why."""
 FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION, SPECULATE_VERSION, NO_DRAFT_CACHE_VERSION = 1, 2, 3, 4, 5
-NO_DRAFT_VERSION, ROLLBACK_VERSION = 6, 7
+NO_DRAFT_VERSION, ROLLBACK_VERSION, STATE_VERSION = 6, 7, 8
+NEWEST_VERSION = STATE_VERSION
 
 
 def format_version(
@@ -86,10 +96,13 @@ def format_version(
     has_draft_cache: bool = True,
     has_draft: bool = True,
     has_states: bool = False,
+    has_sessions: bool = False,
 ) -> int:
     """Return the lowest format version whose runners can read such an artifact. Every runner that reads logits reads
     ``get_max_context_len`` too.
     """
+    if has_sessions:
+        return STATE_VERSION
     if has_states:
         return ROLLBACK_VERSION
     if not has_draft:
@@ -113,6 +126,24 @@ CUDA_GRAPHS = ("auto", "off")
 
 class MissingMetadata(Exception):
     """A ``.pte`` lacks one of the contract's constant methods; the message names it."""
+
+
+class StateGroup(NamedTuple):
+    """Buffers of the state that are read and written in step. Each has ``rows`` rows. Piece i of a buffer holds the rows
+    from min(i * ``piece_rows``, ``rows`` - ``piece_rows``) on, ``piece_rows`` of them."""
+
+    rows: int
+    piece_rows: int
+    by_position: bool
+    """True if position p of a text is in row p or p + 1, modulo ``rows``, so that a short text fills the first pieces
+    only."""
+    buffers: int
+    """The number of buffers. The buffers of all groups, group after group, are the outputs of ``read_state``."""
+
+    def pieces(self, slots: int) -> int:
+        """Return how many pieces hold the state of a text that was written at positions 0 to ``slots`` - 1."""
+        rows = min(self.rows, slots + 1) if self.by_position else self.rows
+        return -(-rows // self.piece_rows)
 
 
 def _key(name: str, default: object = MISSING, compare: bool = True) -> Any:  # noqa: ANN401 - as dataclasses.field
@@ -160,6 +191,16 @@ class Metadata:
     ExecuTorch's runner expects: ``get_max_seq_len`` is this length, and ``get_max_context_len`` is the number of
     slots."""
 
+    state: tuple[int, ...] | None = _key("get_state_groups", default=None)
+    """The fields of each ``StateGroup``, one group after the other; None without ``read_state`` and ``write_state``."""
+
+    @property
+    def state_groups(self) -> list[StateGroup]:
+        """The groups of the state; [] if the artifact cannot give its state."""
+        numbers = self.state or ()
+        groups = (numbers[at : at + 4] for at in range(0, len(numbers), 4))
+        return [StateGroup(rows, piece_rows, bool(by_position), count) for rows, piece_rows, by_position, count in groups]
+
     @property
     def window(self) -> int:
         """The most rows of ``target_verify``."""
@@ -179,6 +220,8 @@ class Metadata:
         }
         if self.forward_len is not None:
             values |= {"get_max_seq_len": self.forward_len, "get_max_context_len": self.max_seq_len}
+        if self.state is not None:
+            values["get_state_groups"] = list(self.state)
         return values | {"get_eos_ids": list(self.eos_ids), "get_manifest": json.dumps(self.manifest)}
 
     @classmethod
@@ -197,15 +240,15 @@ class Metadata:
                     f"the program has no constant method {method!r}: not made by eagle3-export, or by another version"
                 )
             outputs = call(method)
-            values[f.name] = tuple(outputs) if f.name == "eos_ids" else outputs[0]
+            values[f.name] = tuple(outputs) if f.name in ("eos_ids", "state") else outputs[0]
         if "forward_len" in values:
             values |= {"forward_len": values["max_seq_len"], "max_seq_len": values["forward_len"]}
         values["manifest"] = json.loads(values["manifest"])
         version = values["manifest"].get("format_version")
-        if version not in range(FORMAT_VERSION, ROLLBACK_VERSION + 1):
+        if version not in range(FORMAT_VERSION, NEWEST_VERSION + 1):
             raise ValueError(
                 f"the artifact has format version {version}, this runner reads {FORMAT_VERSION} to "
-                f"{ROLLBACK_VERSION}: export it again, or install the eagle3-export that made it"
+                f"{NEWEST_VERSION}: export it again, or install the eagle3-export that made it"
             )
         return cls(**values)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from eagle3.export.lowering.xnnpack.quantization import XnnpackWeights
     from eagle3.export.speculator.speculator import Eagle3Speculator
+    from eagle3.export.speculator.state import Read, Write
     from eagle3.targets.attention import AttentionFactory
 
 
@@ -103,6 +104,12 @@ class XnnpackBackend:
         from eagle3.export.lowering.xnnpack.lowering import tracing
 
         return tracing(speculator, plan.verify_rows)
+
+    def state_rows(self) -> "tuple[Read, Write]":
+        from eagle3.export.lowering.xnnpack.lowering import write_rows_in_place
+        from eagle3.export.speculator.state import read_rows
+
+        return read_rows, write_rows_in_place
 
     def lower(
         self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], _plan: Plan

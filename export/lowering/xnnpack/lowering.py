@@ -29,6 +29,7 @@ from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.lowering.xnnpack.split_k import split_wide_linears, splits
 from eagle3.export.lowering.xnnpack.used_slots import planned
 from eagle3.export.lowering.xnnpack.weight_names import scales_in_names
+from eagle3.export.speculator.state import write_rows
 from eagle3.targets.gated_delta import GatedDeltaState, KimiDeltaState
 from eagle3.targets.recurrent import Given, Masks, Ring
 
@@ -117,6 +118,15 @@ class InPlaceRing(Ring):
 
     def _write(self, rows: Tensor, slots: Tensor) -> None:
         torch.ops.llama.update_cache_with_indices(rows.contiguous(), self.rows, 0, slots[None])
+
+
+def write_rows_in_place(buffer: Tensor, axis: int, rows: Tensor, value: Tensor) -> None:
+    """Write ``value`` into ``rows`` [R] of a buffer along ``axis``: a cache in place, where ``index_copy_`` would copy
+    all of it."""
+    if buffer.dim() == 4 and axis == 1:
+        torch.ops.llama.update_cache_with_indices(value, buffer, 0, rows[None].repeat(buffer.shape[0], 1))
+    else:
+        write_rows(buffer, axis, rows, value)
 
 
 class SequentialState(GatedDeltaState):
