@@ -82,12 +82,16 @@ def load(
 
     artifact = open_artifact(Path(path), verify, say=tell)
 
+    from eagle3.runner.artifact.record import model_sha256
     from eagle3.runner.hosts.opening import open_session
     from eagle3.runner.model import Model
 
     packed = None if packed_weights is None else Path(packed_weights)
     model = Model(
-        artifact.metadata, lambda: open_session(artifact, runtime, cuda_graph, defer, packed), artifact.folder
+        artifact.metadata,
+        lambda: open_session(artifact, runtime, cuda_graph, defer, packed),
+        artifact.folder,
+        lambda: model_sha256(artifact.model),
     )
     if not defer:
         _ = model.session

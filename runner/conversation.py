@@ -1,12 +1,16 @@
 """A dialogue with a model; its turns stay in the KV cache."""
 
+import json
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Unpack
 
 from eagle3.runner.model import Model, Piece, Result, Stream
 from eagle3.runner.options import OptionFields
+from eagle3.runner.session_file import Saved
+from eagle3.runner.text.chat import check_messages
 
 
 class Conversation:
@@ -48,6 +52,33 @@ class Conversation:
         assert self.result is not None  # set, since the loop ran to its end
         return self.result
 
+    def save(self, path: str | Path) -> Saved:
+        """Write the messages and the state of the caches into a file, for ``resume``. Raises the errors of
+        ``Model.save``."""
+        self._end_reply()
+        return self.model.save(path, json.dumps(self.messages, ensure_ascii=False))
+
+    def resume(self, path: str | Path) -> Saved:
+        """Take up the conversation that ``save`` wrote in place of this one. The options stay those of this one.
+
+        Raises the errors of ``Model.resume``, and ValueError for a file without messages or with another system prompt
+        than this conversation's; the conversation is then unchanged.
+        """
+        self._end_reply()
+        saved = self.model.resume(path)
+        try:
+            self.messages, self._system = _messages_in(saved.note, path, self._system)
+        except ValueError:
+            self.model.forget()
+            raise
+        return saved
+
+    def add(self, text: str, result: Result) -> None:
+        """Append a turn: what the user said, and the answer, unless it is empty."""
+        self.result = result
+        if result.token_ids:
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": result.text}]
+
     def reset(self) -> None:
         """Forget all messages but the system prompt."""
         self._end_reply()
@@ -65,6 +96,18 @@ class Conversation:
             with stream:
                 yield from stream
         finally:
-            self.result = stream.result
-            if self.result.token_ids:
-                self.messages += [turn, {"role": "assistant", "content": self.result.text}]
+            self.add(turn["content"], stream.result)
+
+
+def _messages_in(
+    note: str, path: str | Path, system: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the messages in the note of a file, and the system prompt among them, as a list of one or none."""
+    try:
+        messages = check_messages(json.loads(note))
+    except ValueError as error:
+        raise ValueError(f"{path} holds no messages: Model.resume takes it up, or give another file") from error
+    found = [message for message in messages[:1] if message["role"] == "system"]
+    if system and found != system:
+        raise ValueError(f"{path} has another system prompt: leave yours out, or give another file")
+    return messages, found

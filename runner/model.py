@@ -20,6 +20,7 @@ from eagle3.runner.loop.lookup_choice import LookupChoice, pays
 from eagle3.runner.loop.lossless import Replay, replay
 from eagle3.runner.options import AUTO, OptionFields, Options
 from eagle3.runner.sampling.constraint import Constraint, Grammars
+from eagle3.runner.session_file import Saved, resume, save
 from eagle3.runner.stream import ABORT, Piece, Result, Stream, choose
 from eagle3.runner.text.chat import check_messages
 from eagle3.runner.text.text import TOKENIZER_FILE, Text
@@ -44,10 +45,17 @@ class Model:
     """An opened artifact, or any other session. It runs one generation at a time, whatever the thread. A process may
     have several models open."""
 
-    def __init__(self, metadata: Metadata, open_session: Callable[[], Session], folder: Path | None = None):
+    def __init__(
+        self,
+        metadata: Metadata,
+        open_session: Callable[[], Session],
+        folder: Path | None = None,
+        sha256: Callable[[], str] | None = None,
+    ):
         """``open_session`` is called when the methods are first needed. ``folder`` has the tokenizer; with None the
-        model takes token ids only."""
+        model takes token ids only. ``sha256`` returns the artifact's; without it no conversation can be saved."""
         self.metadata, self._open_session, self._folder = metadata, open_session, folder
+        self._sha256 = sha256
         self.cached = CachedTokens()
         self._running = threading.Lock()
         self._current: weakref.ref[Stream] | None = None
@@ -56,6 +64,13 @@ class Model:
     def session(self) -> Session:
         """The session with the loaded methods."""
         return self._open_session()
+
+    @cached_property
+    def sha256(self) -> str:
+        """The artifact's sha256 in hexadecimal digits. Raises ValueError for a model that was not loaded from a file."""
+        if self._sha256 is None:
+            raise ValueError("the model has no file, so that no conversation with it can be saved")
+        return self._sha256()
 
     @property
     def current(self) -> Stream | None:
@@ -178,6 +193,27 @@ class Model:
             "of the export. Text of another kind can be the cause; if every text shows it, this processor computes the "
             "draft head otherwise"
         )
+
+    def save(self, path: str | Path, note: str = "") -> Saved:
+        """Write the tokens and the state of the caches into a file, whole or not at all, which its owner alone may read.
+
+        ``resume`` of this artifact, in another process or by the native runner, goes on from there: the next prompt that
+        begins with these tokens costs only its new ones. ``note`` is text to be kept with it. The file is about as large
+        as the caches that the text fills.
+
+        Raises ValueError for an artifact exported with ``--no-sessions``, BusyError during a generation, OSError.
+        """
+        with self.reserved():
+            return save(Path(path), self.session, self.cached, self.sha256, note)
+
+    def resume(self, path: str | Path) -> Saved:
+        """Write the state that ``save`` kept into the caches. What they held is forgotten.
+
+        Raises ValueError for a file that is damaged, cut or of another artifact, and then changes nothing; BusyError
+        during a generation; OSError.
+        """
+        with self.reserved():
+            return resume(Path(path), self.session, self.cached, self.sha256)
 
     def forget(self) -> None:
         """Forget the tokens in the KV caches, so that the next prompt is computed from its beginning."""

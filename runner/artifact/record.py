@@ -134,6 +134,20 @@ def read_record(folder: Path) -> dict[str, Recorded] | None:
     return record
 
 
+def model_sha256(model: Path) -> str:
+    """Return the sha256 of a ``model.pte`` as its ``export.json`` says, without one the file's own: what tells artifacts
+    apart whose states must not be mixed up. With weights beside the program, theirs is hashed with it."""
+    record = read_record(model.parent) or {}
+    files = [model, *sorted(model.parent.glob("*.ptd"))]
+    found = [record[path.name].whole.sha256 if path.name in record else _sha256(path) for path in files]
+    return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_export(folder: Path) -> dict[str, Any]:
     """Return the whole content of ``export.json``; {} if it cannot be read."""
     try:
@@ -184,8 +198,7 @@ def _found(path: Path, entry: Recorded, hashed: bool) -> FileState:
     elif program and (found := digest(path, program.bytes)) != program:
         difference = f"sha256 of its program {_differing(found.sha256, program.sha256)}"
     elif hashed:
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        sha256 = _sha256(path)
         if sha256 != whole.sha256:
             difference = f"sha256 {_differing(sha256, whole.sha256)}"
     if difference is None:

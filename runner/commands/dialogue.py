@@ -3,6 +3,9 @@
 import codecs
 import io
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,7 +13,9 @@ import click
 from eagle3.runner.commands.printing import print_pieces, summary, table
 from eagle3.runner.conversation import Conversation
 from eagle3.runner.model import Model
+from eagle3.runner.session_file import Saved, check_can_save
 from eagle3.runner.system.command import one_line, tell
+from eagle3.runner.system.machine import size_text
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends a reply."
 
@@ -23,10 +28,34 @@ def check_terminal() -> None:
         )
 
 
-def run_dialogue(model: Model, system: str | None, show_stats: bool, options: dict[str, Any]) -> None:
+@contextmanager
+def kept(model: Model, system: str | None, file: Path | None, options: dict[str, Any]) -> Iterator[Conversation]:
+    """Yield a conversation; the one in ``file``, if there is such a file. It is written there at the end, however it
+    comes."""
+    conversation = Conversation(model, system, **options)
+    if file is None:
+        yield conversation
+        return
+    check_can_save(model.metadata)
+    if file.exists():
+        tell(_said(file, conversation.resume(file)))
+    elif not file.parent.is_dir():
+        raise ValueError(f"{file.parent} is no folder: --session writes {file.name} there, make it first")
+    try:
+        yield conversation
+    finally:
+        if conversation.messages:
+            tell(_said(file, conversation.save(file)))
+
+
+def _said(file: Path, saved: Saved) -> str:
+    return f"{file}: {saved.tokens:,} tokens, {size_text(saved.bytes)}"
+
+
+def run_dialogue(conversation: Conversation, show_stats: bool) -> None:
     """Run turns until the input ends."""
     take_utf8()
-    conversation = Conversation(model, system, **options)
+    model = conversation.model
     # This imports transformers now, since an interrupted import cannot be repeated.
     model.encode([{"role": "user", "content": "."}])
     tell(HELP)

@@ -81,6 +81,12 @@ HEADINGS = {
     "--chat", is_flag=True, help="Apply the model's chat template to the prompt; without a prompt, hold a dialogue."
 )
 @click.option("--system", callback=utf8, metavar="TEXT", help="The system prompt of --chat.")
+@click.option(
+    "--session",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Keep the dialogue of --chat in FILE: take up what it holds, and write it at the end.",
+)
 @generation_flags
 @click.option(
     "--logprobs", type=int, metavar="N", help="With --json or --prompts: log-probabilities of the tokens and the top N."
@@ -108,6 +114,7 @@ def main(
     replicas: int | None,
     chat: bool,
     system: str | None,
+    session: Path | None,
     stats: bool,
     verify_lossless: bool,
     runtime: str,
@@ -129,13 +136,17 @@ def main(
     _check_flags(prompt_tokens, prompts, output, chat, system, verify_lossless and (dialogue or prompts is not None))
     if keep_going and prompts is None:
         raise click.UsageError("--keep-going is for the prompts of a file: give them with --prompts")
+    if session is not None and (not chat or prompts is not None or verify_lossless):
+        raise click.UsageError(
+            "--session keeps a dialogue: type --chat, with --prompt or without, and no other prompts"
+        )
     if replicas is not None:
         _check_ray(prompts)
     if given["logprobs"] is not None and prompts is None and not (as_json and sources):
         raise click.UsageError("--logprobs are shown with --json only: type --json as well")
     options = options_from(given)  # includes logprobs
     if dialogue:
-        from eagle3.runner.commands.dialogue import check_terminal, run_dialogue
+        from eagle3.runner.commands.dialogue import check_terminal, kept, run_dialogue
 
         check_terminal()
 
@@ -143,7 +154,8 @@ def main(
 
     with load(artifact, runtime, verify, not dialogue, cuda_graph, packed_weights) as model:
         if dialogue:
-            run_dialogue(model, system, stats, options)
+            with kept(model, system, session, options) as conversation:
+                run_dialogue(conversation, stats)
         elif prompts is not None:
             from eagle3.runner.commands.batch import run_batch
 
@@ -157,6 +169,9 @@ def main(
             asked: Prompt | None = prompt_tokens
             if asked is None:
                 text = read_text(prompt_file) if prompt in (None, "-") else prompt
+                if session is not None:
+                    _turn(model, text, system, session, as_json, stats, options)
+                    return
                 asked = _messages(text, system) if chat else text
             result = _print(model, asked, as_json, options)
             _tell(model, result, stats, verify_lossless, as_json)
@@ -193,6 +208,24 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
         raise ValueError("the prompt is empty: give some text")
     messages = [{"role": "user", "content": text}]
     return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def _turn(
+    model: "Model",
+    text: str,
+    system: str | None,
+    session: Path,
+    as_json: bool,
+    stats: bool,
+    options: dict[str, Any],
+) -> None:
+    """Generate one turn of the dialogue in the file ``session``, and write it back."""
+    from eagle3.runner.commands.dialogue import kept
+
+    with kept(model, system, session, options) as conversation:
+        result = _print(model, [*conversation.messages, *_messages(text, None)], as_json, options)
+        conversation.add(text, result)
+    _tell(model, result, stats, False, as_json)
 
 
 def _print(model: "Model", prompt: "Prompt", as_json: bool, options: dict[str, Any]) -> "Result":

@@ -199,7 +199,9 @@ class Metadata:
         """The groups of the state; [] if the artifact cannot give its state."""
         numbers = self.state or ()
         groups = (numbers[at : at + 4] for at in range(0, len(numbers), 4))
-        return [StateGroup(rows, piece_rows, bool(by_position), count) for rows, piece_rows, by_position, count in groups]
+        return [
+            StateGroup(rows, piece_rows, bool(by_position), count) for rows, piece_rows, by_position, count in groups
+        ]
 
     @property
     def window(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from eagle3.runner.artifact.light_imports import without_compiler
-from eagle3.runner.contract import DECODE, METHODS, SPECULATE, Metadata
+from eagle3.runner.contract import DECODE, METHODS, PREFILL, READ_STATE, SPECULATE, WRITE_STATE, Metadata
 from eagle3.runner.hosts.session import TimedSession, missing_method
 from eagle3.runner.system.command import calm_stderr
 
@@ -52,13 +52,14 @@ class ExecuTorchSession(TimedSession):
     the host.
 
     Methods are loaded within a context that ``loading`` returns: all at once, or each at its first call if ``lazily``.
+    Those that read and write the state are always loaded at their first call.
     """
 
     def __init__(
         self,
         program: "Program",
         metadata: Metadata,
-        names: Iterable[str] = (*METHODS, SPECULATE, DECODE),
+        names: Iterable[str] = (*METHODS, SPECULATE, DECODE, READ_STATE, WRITE_STATE),
         loading: Callable[[], AbstractContextManager[object]] = nullcontext,
         lazily: bool = False,
     ):
@@ -68,10 +69,13 @@ class ExecuTorchSession(TimedSession):
         self._methods: dict[str, Method] = {}
         self.has_decode, self.has_speculate = DECODE in self._names, SPECULATE in self._names
         for name in () if lazily else self._names:
-            self._load(name)
+            if name not in (READ_STATE, WRITE_STATE):
+                self._load(name)
 
     def _load(self, name: str) -> None:
         if name in self._names and name not in self._methods:
+            if name in (READ_STATE, WRITE_STATE):
+                self._load(PREFILL)  # which starts the threads, whose log is kept from stderr only while methods load
             with self._loading():
                 self._methods[name] = self._program.load_method(name)
 

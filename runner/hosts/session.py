@@ -6,13 +6,22 @@ runs one generation at a time.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, SPECULATE, TARGET_VERIFY, Metadata
+from eagle3.runner.contract import (
+    DECODE,
+    DRAFT_DECODE,
+    PREFILL,
+    READ_STATE,
+    SPECULATE,
+    TARGET_VERIFY,
+    WRITE_STATE,
+    Metadata,
+)
 
 
 class Step(NamedTuple):
@@ -65,13 +74,19 @@ class Session(Protocol):
     def speculate(self, tokens: Tensor, input_pos: Tensor) -> FusedRound:
         """Run a fused round. The inputs come from the host, or are those that the previous round returned."""
 
+    def read_state(self, pieces: Tensor) -> list[Tensor]:
+        """Return a piece of each buffer of the state, on the host; ``pieces`` int64 [groups]."""
+
+    def write_state(self, pieces: Tensor, values: Sequence[Tensor]) -> None:
+        """Write a piece of each buffer of the state."""
+
     def close(self) -> None:
         """Free the session's memory. It cannot be used afterwards."""
 
 
 def missing_method(name: str, closed: bool) -> str:
     """Return an error message that says why a session cannot call the method ``name``."""
-    flag = "--speculate" if name == SPECULATE else "--with-decode"
+    flag = {SPECULATE: "--speculate", DECODE: "--with-decode"}.get(name, "--sessions")
     return f"the artifact {'is closed' if closed else f'has no method {name}: export it with {flag}'}"
 
 
@@ -121,6 +136,12 @@ class TimedSession:
 
     def speculate(self, tokens: Tensor, input_pos: Tensor) -> FusedRound:
         return FusedRound(*self._timed(SPECULATE, tokens, input_pos))
+
+    def read_state(self, pieces: Tensor) -> list[Tensor]:
+        return [value.cpu().clone(memory_format=torch.contiguous_format) for value in self._timed(READ_STATE, pieces)]
+
+    def write_state(self, pieces: Tensor, values: Sequence[Tensor]) -> None:
+        self._timed(WRITE_STATE, pieces, *values)
 
     def close(self) -> None:
         pass

@@ -1,8 +1,21 @@
 """Tracks the contents of a session's two KV caches, so that a common prefix of prompts is computed once."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from eagle3.runner.contract import Metadata
+
+
+class Counters(NamedTuple):
+    """What ``CachedTokens`` knows besides the tokens. Each is the number of positions, 0 or more."""
+
+    draft_slots: int
+    """Draft slots that were written with the target's own features."""
+    slots: int
+    """Positions that were written, up to the highest one."""
+    committed: int
+    saved: int
+    """Positions before which the two states of recurrent layers are valid."""
 
 
 class CachedTokens:
@@ -23,6 +36,21 @@ class CachedTokens:
     def clear(self) -> None:
         self.tokens, self.draft_slots, self._highest = [], 0, -1
         self._committed = self._saved = 0
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(self.draft_slots, self._highest + 1, self._committed, self._saved)
+
+    def restore(self, tokens: Sequence[int], counters: Counters) -> None:
+        """Take over what another ``CachedTokens`` recorded for caches with the same contents."""
+        self.tokens, self.draft_slots, self._highest = list(tokens), counters.draft_slots, counters.slots - 1
+        self._committed, self._saved = counters.committed, counters.saved
+
+    def reusable(self, prompt: Sequence[int], metadata: Metadata, draft: bool) -> int:
+        """Return the number of positions that ``reuse`` would keep."""
+        other = CachedTokens()
+        other.restore(self.tokens, self.counters)
+        return other.reuse(prompt, metadata, draft)
 
     def run(self, start: int, rows: int, rollback_rows: int | None) -> None:
         """Record that the target is about to compute ``rows`` rows from position ``start`` on.
