@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from eagle3.runner.artifact.near_ties import near_tie_of
-from eagle3.runner.artifact.record import read_export
-from eagle3.runner.contract import Metadata
+from eagle3.runner.artifact.record import model_sha256, read_export
+from eagle3.runner.contract import MODEL_FILE, Metadata
 from eagle3.runner.hosts.session import Session
 from eagle3.runner.loop.adaptive_chain import AdaptiveChain
 from eagle3.runner.loop.cached_tokens import CachedTokens
@@ -53,7 +53,8 @@ class Model:
         sha256: Callable[[], str] | None = None,
     ):
         """``open_session`` is called when the methods are first needed. ``folder`` has the tokenizer; with None the
-        model takes token ids only. ``sha256`` returns the artifact's; without it no conversation can be saved."""
+        model takes token ids only. ``sha256`` returns the artifact's, by default that of the ``model.pte`` in
+        ``folder``."""
         self.metadata, self._open_session, self._folder = metadata, open_session, folder
         self._sha256 = sha256
         self.cached = CachedTokens()
@@ -67,10 +68,12 @@ class Model:
 
     @cached_property
     def sha256(self) -> str:
-        """The artifact's sha256 in hexadecimal digits. Raises ValueError for a model that was not loaded from a file."""
-        if self._sha256 is None:
-            raise ValueError("the model has no file, so that no conversation with it can be saved")
-        return self._sha256()
+        """The artifact's sha256 in hexadecimal digits. Raises ValueError for a model without an artifact."""
+        if self._sha256 is not None:
+            return self._sha256()
+        if self._folder is None:
+            raise ValueError("the model has no artifact, so that no conversation with it can be saved")
+        return model_sha256(self._folder / MODEL_FILE)
 
     @property
     def current(self) -> Stream | None:
@@ -195,11 +198,12 @@ class Model:
         )
 
     def save(self, path: str | Path, note: str = "") -> Saved:
-        """Write the tokens and the state of the caches into a file, whole or not at all, which its owner alone may read.
+        """Write the tokens and the state of the caches into a file, whole or not at all, which its owner alone may
+        read.
 
-        ``resume`` of this artifact, in another process or by the native runner, goes on from there: the next prompt that
-        begins with these tokens costs only its new ones. ``note`` is text to be kept with it. The file is about as large
-        as the caches that the text fills.
+        ``resume`` of this artifact, in another process or by the native runner, goes on from there: the next prompt
+        that begins with these tokens costs only its new ones. ``note`` is text to be kept with it. The file is about as
+        large as the caches that the text fills.
 
         Raises ValueError for an artifact exported with ``--no-sessions``, BusyError during a generation, OSError.
         """

@@ -1,21 +1,25 @@
 """A conversation in a file: the tokens and the state of a model's caches, so that another process goes on from there.
 
-Little-endian, without padding: ``MAGIC``; the artifact's sha256, 32 bytes; ``HEAD``, eight int64: the numbers of tokens,
-the four ``Counters``, the bytes of the note and of the state, and 0; the tokens, int64 each; the note, UTF-8; the state
-(``loop/state.py``); the sha256 of everything before, 32 bytes. ``native/session_file.cpp`` reads and writes the same.
+Its parts, little-endian and without padding; ``native/session_file.cpp`` reads and writes the same:
+
+1. ``HEAD``: ``MAGIC``, the artifact's sha256 (32 bytes), and eight int64: the number of tokens, the four ``Counters``,
+   the bytes of the note and of the state, and 0
+2. the tokens, int64 each
+3. the note, in UTF-8
+4. the state (``loop/state.py``)
+5. the sha256 of everything before, 32 bytes
 """
 
 import hashlib
 import os
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import torch
 from torch import Tensor
 
 from eagle3.runner.contract import Metadata
@@ -45,7 +49,8 @@ class Saved:
 class Head(NamedTuple):
     """The values at the beginning of a file."""
 
-    artifact: bytes
+    artifact: str
+    """The artifact's sha256 in hexadecimal digits."""
     counters: Counters
     tokens: list[int]
     note: str
@@ -62,38 +67,45 @@ def check_can_save(metadata: Metadata) -> None:
 
 
 def save(path: Path, session: Session, cached: CachedTokens, artifact: str, note: str = "") -> Saved:
-    """Write the state of ``session``, whose caches hold the tokens of ``cached``. The file appears whole, readable by its
-    owner alone. ``artifact`` is the artifact's sha256 in hexadecimal digits.
+    """Write the state of ``session``, whose caches hold the tokens of ``cached``. The file appears whole, readable by
+    its owner alone. ``artifact`` is the artifact's sha256 in hexadecimal digits.
 
     Raises ValueError for an artifact that cannot give its state, OSError if the disk does not take the file.
     """
     check_can_save(session.metadata)
-    text, counters = note.encode(), cached.counters
-    state = state_bytes(session, counters.slots) if cached.tokens else 0
-    numbers = len(cached.tokens), *counters, len(text), state, 0
+    slots = cached.counters.slots
+    size = state_bytes(session, slots) if cached.tokens else 0
+    pieces = read_pieces(session, slots) if cached.tokens else ()
+    return write(path, Head(artifact, cached.counters, cached.tokens, note, size), pieces)
+
+
+def write(path: Path, head: Head, pieces: Iterable[Tensor]) -> Saved:
+    """Write a file whose state has these pieces, uint8 each. Raises OSError."""
+    text = head.note.encode()
+    numbers = len(head.tokens), *head.counters, len(text), head.state_bytes, 0
     with _written(path) as file:
         digest = hashlib.sha256()
 
-        def write(data: bytes | memoryview) -> None:
+        def add(data: bytes | memoryview) -> None:
             digest.update(data)
             file.write(data)
 
-        write(HEAD.pack(MAGIC, bytes.fromhex(artifact), *numbers))
-        write(struct.pack(f"<{len(cached.tokens)}q", *cached.tokens))
-        write(text)
-        for piece in read_pieces(session, counters.slots) if cached.tokens else ():
-            write(memoryview(piece.numpy()))
+        add(HEAD.pack(MAGIC, bytes.fromhex(head.artifact), *numbers))
+        add(struct.pack(f"<{len(head.tokens)}q", *head.tokens))
+        add(text)
+        for piece in pieces:
+            add(memoryview(piece.numpy()))
         file.write(digest.digest())
         size = file.tell()
-    return Saved(len(cached.tokens), size, note)
+    return Saved(len(head.tokens), size, head.note)
 
 
 def resume(path: Path, session: Session, cached: CachedTokens, artifact: str) -> Saved:
-    """Read a file that ``save`` wrote, and write its state into ``session``. Whatever is wrong is found before anything is
-    written; the caches then hold what they held.
+    """Read a file that ``save`` wrote, and write its state into ``session``. Whatever is wrong is found before anything
+    is written; the caches then hold what they held.
 
-    Raises ValueError for a file that is damaged, cut, of another artifact or of another program; OSError if it cannot be
-    read.
+    Raises ValueError for a file that is damaged, cut, of another artifact or of another program; OSError if it cannot
+    be read.
     """
     check_can_save(session.metadata)
     with path.open("rb") as file:
@@ -143,7 +155,7 @@ def read_head(file: BinaryIO, path: Path, artifact: str, metadata: Metadata) -> 
     note = file.read(note_bytes).decode(errors="replace")
     if any(not 0 <= token < metadata.vocab_size for token in tokens):
         raise ValueError(f"{path} is damaged (a token is outside the vocabulary): delete it, or give another file")
-    return Head(of, counters, tokens, note, states)
+    return Head(artifact, counters, tokens, note, states)
 
 
 def _check_digest(file: BinaryIO, size: int, path: Path) -> None:

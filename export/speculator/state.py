@@ -1,5 +1,5 @@
-"""The methods ``read_state`` and ``write_state``, which carry the state of the other methods out of a program and back, a
-piece at a time, so that a conversation can be kept.
+"""The methods ``read_state`` and ``write_state``, which carry the state of the other methods out of a program and back,
+a piece at a time, so that a conversation can be kept.
 
 The state is every buffer that a traced method writes. The traces say which those are, and along which axis a buffer is
 written by position. So a head or a layer of any kind takes part without a line of its own.
@@ -38,8 +38,8 @@ class StateBuffer:
 
 
 def state_buffers(programs: Mapping[str, ExportedProgram], model: nn.Module) -> list[StateBuffer]:
-    """Return the state of traced methods, whose modules hold the buffers of ``model`` under ``speculator.``, in the order
-    of the outputs of ``read_state``."""
+    """Return the state of traced methods, whose modules hold the buffers of ``model`` under ``speculator.``, in the
+    order of the outputs of ``read_state``."""
     axes = written_buffers(programs)
     buffers = {name: model.get_buffer(name.removeprefix("speculator.")) for name in axes}
     in_rows = {name: buffers[name].shape[axis] for name, axis in axes.items() if axis is not None}
@@ -64,7 +64,8 @@ def state_groups(buffers: Sequence[StateBuffer]) -> list[StateGroup]:
 
 
 def written_buffers(programs: Mapping[str, ExportedProgram]) -> dict[str, int | None]:
-    """Map each buffer that a traced method writes to its axis of positions; None if one of the writes is not by rows."""
+    """Map each buffer that a traced method writes to its axis of positions; None if one of the writes is not by
+    rows."""
     found: dict[str, set[int | None]] = {}
     for program in programs.values():
         buffers = program.graph_signature.inputs_to_buffers

@@ -135,8 +135,8 @@ def read_record(folder: Path) -> dict[str, Recorded] | None:
 
 
 def model_sha256(model: Path) -> str:
-    """Return the sha256 of a ``model.pte`` as its ``export.json`` says, without one the file's own: what tells artifacts
-    apart whose states must not be mixed up. With weights beside the program, theirs is hashed with it."""
+    """Return the sha256 of a ``model.pte`` as its ``export.json`` says, without one the file's own: what tells
+    artifacts apart whose states must not be mixed up. With weights beside the program, theirs is hashed with it."""
     record = read_record(model.parent) or {}
     files = [model, *sorted(model.parent.glob("*.ptd"))]
     found = [record[path.name].whole.sha256 if path.name in record else _sha256(path) for path in files]

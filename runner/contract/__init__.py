@@ -50,8 +50,8 @@ there is a method ``decode``, that runner calls it for each step and expects log
 most one of the two.
 
 ``read_state`` and ``write_state`` carry the state, which is every buffer that a method writes (caches, rings, recurrent
-states), out of the program and back, a piece at a time (see ``StateGroup``). The dtype and shape of a buffer's piece are
-those of its input of ``write_state``. A program without ``get_state_groups`` has neither method.
+states), out of the program and back, a piece at a time (see ``StateGroup``). The dtype and shape of a buffer's piece
+are those of its input of ``write_state``. A program without ``get_state_groups`` has neither method.
 """
 
 import json
@@ -129,8 +129,8 @@ class MissingMetadata(Exception):
 
 
 class StateGroup(NamedTuple):
-    """Buffers of the state that are read and written in step. Each has ``rows`` rows. Piece i of a buffer holds the rows
-    from min(i * ``piece_rows``, ``rows`` - ``piece_rows``) on, ``piece_rows`` of them."""
+    """Buffers of the state that are read and written in step. Each has ``rows`` rows. Piece i of a buffer holds the
+    rows from min(i * ``piece_rows``, ``rows`` - ``piece_rows``) on, ``piece_rows`` of them."""
 
     rows: int
     piece_rows: int

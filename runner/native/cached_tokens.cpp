@@ -27,6 +27,14 @@ void CachedTokens::clear() {
   committed_ = saved_ = 0;
 }
 
+void CachedTokens::restore(const Ids& held, const Counters& counters) {
+  tokens = held;
+  draft_slots = counters.draft_slots;
+  highest_ = counters.slots - 1;
+  committed_ = counters.committed;
+  saved_ = counters.saved;
+}
+
 void CachedTokens::run(int64_t start, int64_t rows, const std::optional<int64_t>& rollback_rows) {
   reach(start + rows - 1);
   committed_ = start;

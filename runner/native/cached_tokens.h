@@ -6,12 +6,23 @@
 
 namespace eagle3 {
 
+/// What CachedTokens knows besides the tokens, in positions: the draft slots that were written with the target's own
+/// features, the positions that were written, and those before which the two states of recurrent layers are valid.
+struct Counters {
+  int64_t draft_slots = 0, slots = 0, committed = 0, saved = 0;
+};
+
 class CachedTokens {
  public:
   Ids tokens;  ///< the target's cache holds all but the last
   int64_t draft_slots = 0;  ///< the first draft slots, which were written with the target's own features
 
   void clear();
+
+  Counters counters() const { return {draft_slots, highest_ + 1, committed_, saved_}; }
+
+  /// Takes over what another CachedTokens recorded for caches with the same contents.
+  void restore(const Ids& held, const Counters& counters);
 
   /// Records that the target is about to compute `rows` rows from position `start` on.
   void run(int64_t start, int64_t rows, const std::optional<int64_t>& rollback_rows);

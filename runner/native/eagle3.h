@@ -25,6 +25,13 @@ struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// Buffers of the state, which runner/contract/ describes.
+struct StateGroup {
+  int64_t rows = 0, piece_rows = 0;
+  bool by_position = false;
+  int64_t buffers = 0;
+};
+
 /// The constant methods of an artifact. Lengths are in tokens. runner/contract/ has the meaning of each.
 struct Metadata {
   int64_t max_seq_len = 0, vocab_size = 0, n_layers = 0, min_prefill = 0, max_prefill = 0, sliding_window = 0;
@@ -35,6 +42,7 @@ struct Metadata {
   bool has_draft = true, has_draft_cache = true, has_logits = false, has_decode = false, has_speculate = false;
   Ids draft_ids;  ///< the target's id of each draft id; empty if they are the same
   std::string manifest;  ///< JSON
+  std::vector<StateGroup> state_groups;  ///< empty if the artifact cannot give its state
 };
 
 /// The options of a generation, under the names of eagle3-run. `generate` refuses values out of bounds.
@@ -79,6 +87,13 @@ struct Result {
   std::string json() const;
 };
 
+/// A conversation that was written to a file or read from one.
+struct Saved {
+  int64_t tokens = 0;  ///< in the caches, with the newest, which is not computed yet
+  int64_t bytes = 0;  ///< the size of the file
+  std::string note;  ///< the text that was saved with it
+};
+
 /// Called after each round with the tokens that it accepted, and between the chunks of a long prompt with none. The
 /// generation ends if it returns false; the caches stay valid for the next call.
 using Callback = std::function<bool(const Ids& fresh)>;
@@ -98,6 +113,14 @@ class Model {
   /// prompt or an option that the artifact does not take, and while another generation of this model runs;
   /// std::runtime_error if a method fails.
   Result generate(const Ids& prompt, const Options& options = {}, const Callback& callback = {});
+
+  /// Writes the tokens and the state of the caches into a file, whole or not at all, which its owner alone may read. It
+  /// keeps `note` with it. The Python runner resumes it too. Throws Refused.
+  Saved save(const std::string& path, const std::string& note = "");
+
+  /// Writes the state that `save` kept into the caches; what they held is forgotten. Throws Refused for a file that is
+  /// damaged, cut or of another artifact, and then changes nothing.
+  Saved resume(const std::string& path);
 
   /// Forgets the tokens in the caches, so that the next prompt is computed from its beginning.
   void forget();

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <iostream>
 #include <sstream>
 
@@ -12,9 +13,11 @@ namespace {
 
 constexpr const char* kUsage =
     "Usage: eagle3-native ARTIFACT --prompt-tokens 1,2,3 [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P]\n"
-    "         [--min-p P] [--seed N] [--stop-token-ids 1,2] [--ignore-eos] [--chain-len K|auto] [--check-caches] [--json]\n"
+    "         [--min-p P] [--seed N] [--stop-token-ids 1,2] [--ignore-eos] [--chain-len K|auto] [--session FILE]\n"
+    "         [--check-caches] [--json]\n"
     "Prints token ids, or with --json one JSON object a prompt, as eagle3-run does. With several --prompt-tokens each is\n"
-    "run after the other, and takes up the beginning that the caches hold.\n";
+    "run after the other, and takes up the beginning that the caches hold. --session takes up what FILE holds, and writes\n"
+    "it at the end.\n";
 
 volatile std::sig_atomic_t interrupted = 0;
 
@@ -45,7 +48,7 @@ eagle3::Ids ids(const std::string& text) {
 }
 
 struct Command {
-  std::string artifact;
+  std::string artifact, session;
   std::vector<eagle3::Ids> prompts;
   eagle3::Options options;
   eagle3::LoadOptions load;
@@ -81,6 +84,7 @@ Command parse(int argc, char** argv) {
     else if (flag == "--separate-arenas") command.load.separate_arenas = true;
     else if (flag.rfind("--", 0) != 0 && command.artifact.empty()) command.artifact = flag;
     else if (i + 1 == argc) throw UsageError("unknown argument or missing value: " + flag);
+    else if (flag == "--session") command.session = argv[++i];
     else if (flag == "--prompt-tokens") command.prompts.push_back(ids(argv[++i]));
     else if (!set(command.options, flag, argv[++i])) throw UsageError("No such option: " + flag);
   }
@@ -89,10 +93,12 @@ Command parse(int argc, char** argv) {
   return command;
 }
 
+void say(const std::string& path, const eagle3::Saved& saved) {
+  std::cerr << path << ": " << saved.tokens << " tokens, " << saved.bytes << " bytes" << std::endl;
+}
+
 /// Returns the exit code: 130 after Ctrl-C.
-int run(const Command& command) {
-  eagle3::Model model = eagle3::load(command.artifact, command.load);
-  if (command.check_caches) model.check_caches();
+int generate(eagle3::Model& model, const Command& command) {
   for (const eagle3::Ids& prompt : command.prompts) {
     eagle3::Result result = model.generate(prompt, command.options, [&](const eagle3::Ids& fresh) {
       if (!command.json) {
@@ -107,6 +113,21 @@ int run(const Command& command) {
     if (result.finish_reason == "abort") return 130;
   }
   return 0;
+}
+
+int run(const Command& command) {
+  eagle3::Model model = eagle3::load(command.artifact, command.load);
+  if (command.check_caches) model.check_caches();
+  const std::string& session = command.session;
+  std::string note;
+  if (std::ifstream(session).good()) {
+    eagle3::Saved saved = model.resume(session);
+    note = saved.note;  // eagle3-run keeps a dialogue's messages there
+    say(session, saved);
+  }
+  const int code = generate(model, command);
+  if (!session.empty()) say(session, model.save(session, note));
+  return code;
 }
 
 }  // namespace

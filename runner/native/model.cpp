@@ -9,13 +9,15 @@
 #include "eagle3.h"
 #include "record.h"
 #include "rounds.h"
+#include "session_file.h"
 
 namespace eagle3 {
 
 struct Model::Impl {
   Impl(const std::string& path, bool separate_arenas)
-      : record(read_record(path)), session(path, separate_arenas), adaptive(session.metadata.chain_len) {}
+      : path(path), record(read_record(path)), session(path, separate_arenas), adaptive(session.metadata.chain_len) {}
 
+  std::string path;  // of model.pte
   Record record;
   Session session;
   CachedTokens cached;
@@ -141,6 +143,16 @@ Model& Model::operator=(Model&&) noexcept = default;
 Model::~Model() = default;
 
 const Metadata& Model::metadata() const { return impl_->session.metadata; }
+
+Saved Model::save(const std::string& path, const std::string& note) {
+  Reserved reserved(impl_->running);
+  return save_session(path, impl_->session, impl_->cached, model_sha256(impl_->path), note);
+}
+
+Saved Model::resume(const std::string& path) {
+  Reserved reserved(impl_->running);
+  return resume_session(path, impl_->session, impl_->cached, model_sha256(impl_->path));
+}
 
 void Model::forget() {
   Reserved reserved(impl_->running);

@@ -4,9 +4,11 @@
 #include <fstream>
 #include <locale>
 #include <sstream>
+#include <vector>
 
 #include "eagle3.h"
 #include "manifest.h"
+#include "sha256.h"
 
 namespace eagle3 {
 namespace {
@@ -36,6 +38,24 @@ std::string grouped(uint64_t value) {
 }
 
 }  // namespace
+
+std::string model_sha256(const std::string& model) {
+  const std::filesystem::path path(model);
+  std::stringstream record;
+  record << std::ifstream(path.parent_path() / kRecord, std::ios::binary).rdbuf();
+  std::string json = record.str();
+  if (!json.empty()) {
+    for (const std::string& key : {std::string("files"), path.filename().string(), std::string("sha256")}) {
+      json = json_value(json, key).value_or("{}");
+    }
+    if (json != "{}") return json;
+  }
+  std::ifstream file(model, std::ios::binary);
+  std::vector<char> part(1 << 20);
+  Sha256 hash;
+  while (file.read(part.data(), part.size()) || file.gcount()) hash.add(part.data(), file.gcount());
+  return hexadecimal(hash.digest());
+}
 
 Record read_record(const std::string& model) {
   const std::filesystem::path path(model);

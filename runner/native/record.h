@@ -14,4 +14,7 @@ struct Record {
 /// another one than recorded: a program cut short would be read past its end.
 Record read_record(const std::string& model);
 
+/// The sha256 of the program at `model` in hexadecimal digits, as its export.json says; without one the file's own.
+std::string model_sha256(const std::string& model);
+
 }  // namespace eagle3

@@ -21,7 +21,7 @@ using executorch::extension::TensorPtr;
 using executorch::runtime::Error;
 using executorch::runtime::EValue;
 
-constexpr int kOldestFormat = 1, kNewestFormat = 7;  // runner/contract/: FORMAT_VERSION to ROLLBACK_VERSION
+constexpr int kOldestFormat = 1, kNewestFormat = 8;  // runner/contract/: FORMAT_VERSION to NEWEST_VERSION
 
 using executorch::runtime::PalImpl;
 
@@ -145,6 +145,13 @@ void Session::read_metadata() {
   m.window = optional("get_verify_rows").value_or(m.chain_len + 1);
   m.rollback_rows = optional("get_rollback_rows");
   if (auto slots = optional("get_max_context_len")) m.max_seq_len = *slots;  // with `forward` the names are ExecuTorch's
+  if (names.count("get_state_groups")) {
+    const Values numbers = constant("get_state_groups");
+    for (size_t at = 0; at + 4 <= numbers.size(); at += 4) {
+      m.state_groups.push_back(
+          {numbers[at].toInt(), numbers[at + 1].toInt(), numbers[at + 2].toInt() != 0, numbers[at + 3].toInt()});
+    }
+  }
   m.has_decode = names.count("decode");
   m.has_speculate = names.count("speculate");
 

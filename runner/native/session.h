@@ -55,6 +55,12 @@ class Session {
   Step draft_decode(const Ids& tokens, const Feature& feature, int64_t start);
   FusedRound speculate(const Ids& window, const Ids& positions);
 
+  /// A piece of each buffer of the state; a number of a piece for each group (state.cpp).
+  using Pieces = std::vector<std::vector<uint8_t>>;
+  Pieces read_state(const Ids& pieces);
+  /// Writes a piece of each buffer. `read_state` was called before.
+  void write_state(const Ids& pieces, Pieces& values);
+
  private:
   using Values = std::vector<executorch::runtime::EValue>;
   void read_metadata();
@@ -63,6 +69,11 @@ class Session {
   Values constant(const std::string& name);
   Step target(const char* name, const Ids& tokens, int64_t start);
 
+  struct PieceType {
+    std::vector<executorch::aten::SizesType> sizes;
+    executorch::aten::ScalarType type;
+  };
+  std::vector<PieceType> piece_types_;  // of write_state's inputs, as read_state returned them
   std::string path_;
   executorch::extension::Module module_;
 };

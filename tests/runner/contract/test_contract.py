@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripted import scripted_metadata
 
-from eagle3.runner.contract import ROLLBACK_VERSION, Metadata, MissingMetadata, format_version
+from eagle3.runner.contract import NEWEST_VERSION, Metadata, MissingMetadata, format_version
 
 PLAIN = replace(scripted_metadata(eos_ids=(1, 5)), manifest={"format_version": 1})
 
@@ -50,7 +50,8 @@ def test_each_addition_has_a_format_version_and_a_later_version_is_refused():
     assert format_version(**plain, has_draft_cache=False) == 5
     assert format_version(**plain, has_draft_cache=False, has_draft=False) == 6
     assert format_version(**plain, has_draft=False, has_states=True) == 7
-    later = replace(PLAIN, manifest={"format_version": ROLLBACK_VERSION + 1})
+    assert format_version(**plain, has_states=True, has_sessions=True) == 8
+    later = replace(PLAIN, manifest={"format_version": NEWEST_VERSION + 1})
     with pytest.raises(ValueError, match="has format version 8, this runner reads 1 to 7: export it again"):
         read(later.constant_methods())
 

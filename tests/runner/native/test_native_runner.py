@@ -99,7 +99,7 @@ def changed(artifact, folder, before: bytes, after: bytes) -> Path:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (b'"format_version": 3', b'"format_version": 9'),
+        (b'"format_version": 8', b'"format_version": 9'),
         (b"get_chain_len", b"get_chain_lem"),
         (b"draft_decode", b"draft_decade"),
     ],
