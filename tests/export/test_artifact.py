@@ -13,7 +13,7 @@ from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.artifact.pte import read_constants, read_pte
 from eagle3.runner.commands.run import main as run_main
-from eagle3.runner.contract import DECODE, METHODS, MODEL_FILE
+from eagle3.runner.contract import DECODE, METHODS, MODEL_FILE, READ_STATE, WRITE_STATE
 from eagle3.runner.hosts.executorch_host import load_runtime
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop.generation import complete
@@ -124,7 +124,7 @@ def test_constants_read_from_the_program_equal_those_of_the_runtime(artifact):
     version."""
     program = load_runtime().load_program(artifact / MODEL_FILE)
     found, methods = read_constants(artifact / MODEL_FILE)
-    assert methods == {*METHODS, DECODE} and set(found) == program.method_names - methods
+    assert methods == {*METHODS, DECODE, READ_STATE, WRITE_STATE} and set(found) == program.method_names - methods
     for name, values in found.items():
         given = program.load_method(name).execute(())
         assert len(given) == len(values)

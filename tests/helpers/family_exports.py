@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from eagle3.export import ExportConfig, export
 from eagle3.export.lowering.xnnpack import full_attention
 from eagle3.export.planning.plan import Plan, make_plan
+from eagle3.export.speculator import state
 from eagle3.export.twin.randomize import randomize
 from eagle3.targets import spec
 
@@ -69,6 +70,7 @@ WITH_FORWARD = ("gemma4-31B", "llama4-maverick")
 STACKED = {"num_attention_heads": 8}
 """Four query heads for each head of keys, two of which become rows of one on the CPU."""
 WITHOUT_LOGITS = ("auto",)
+"""Without logits and sessions, the first format."""
 WITH_SPECULATE = ("llama3.1-8B", "qwen3-4B", "gemma4-E2B", *EXPERTS, *TARGET_OF, *OWN_LAYER)
 """Every kind of head but an EAGLE-3."""
 
@@ -123,7 +125,7 @@ def export_config(name: str, folder: Path) -> ExportConfig:
     chunk = {"auto": 12, "dflash": 24, **dict.fromkeys(("qwen3.5-9B", "falcon_h1"), 40)}.get(name, 16)
     lengths = {"chain_len": 2, "max_seq_len": 128, "max_prefill": chunk}
     outputs = {"with_forward": name in WITH_FORWARD, "logits": name not in WITHOUT_LOGITS}
-    outputs["speculate"] = name in WITH_SPECULATE
+    outputs |= {"speculate": name in WITH_SPECULATE, "sessions": name not in WITHOUT_LOGITS}
     target = TARGET_OF.get(name, name)
     return ExportConfig(target, **paths, **lengths, **outputs, backend="xnnpack", draft_qlinear="none")
 
@@ -135,6 +137,7 @@ def family_plan(name: str, folder: Path) -> Plan:
 def main(output: Path) -> None:
     torch.set_num_threads(1)
     full_attention.LEAST_BYTES, full_attention.STEP = 0, 16  # so that they use the operators of large caches
+    state.PIECE_BYTES = 1  # so that a state has several pieces
     spec.CONVOLUTION_WINDOW = 16  # so that they use the operators of long contexts
     for name, save_draft in DRAFTS.items():
         model, folder = family_model(name), output / name

@@ -69,7 +69,7 @@ def kept(model, tmp_path_factory):
 
 
 def test_no_damaged_or_cut_file_is_taken_up(model, kept, tmp_path):
-    """Flips a bit or cuts a file at 200 places: the head, the tokens and the checksum byte by byte, the state at random."""
+    """Flips a bit or cuts a file at 200 places: more of them in the head, the tokens and the checksum."""
     file, after = kept
     data, chosen = file.read_bytes(), random.Random(7)
     ends = [*range(HEAD.size + 24), *range(len(data) - DIGEST_BYTES, len(data))]

@@ -12,11 +12,22 @@ from executorch.exir._serialize._program import deserialize_pte_binary, serializ
 
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.commands.inspect import main
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, MODEL_FILE, PREFILL, TARGET_VERIFY, Metadata
+from eagle3.runner.contract import (
+    DECODE,
+    DRAFT_DECODE,
+    METHODS,
+    MODEL_FILE,
+    PREFILL,
+    READ_STATE,
+    TARGET_VERIFY,
+    WRITE_STATE,
+    Metadata,
+)
 from eagle3.runner.hosts.executorch_host import load_runtime
 
 ALL_METHODS = (*METHODS, DECODE)
 TARGET_METHODS = (PREFILL, TARGET_VERIFY, DECODE)
+STATE_METHODS = (READ_STATE, WRITE_STATE)
 
 
 def inspect(artifact, *flags):
@@ -40,14 +51,15 @@ def tensors(entries):
 def test_every_method_has_the_rows_of_the_contract(found):
     metadata = found["metadata"]
     longest, window = metadata["get_max_prefill_chunk"], metadata["get_chain_len"] + 1
-    assert {name: tuple(method["rows"].values()) for name, method in found["methods"].items()} == {
+    assert {name: tuple((method["rows"] or {}).values()) for name, method in found["methods"].items()} == {
         PREFILL: (metadata["get_min_prefill_chunk"], longest),
         TARGET_VERIFY: (2, window),
         DRAFT_DECODE: (1, max(longest, window)),
         DECODE: (1, 1),
+        **dict.fromkeys(STATE_METHODS, ()),
     }
-    for method in found["methods"].values():
-        assert method["dynamic_length"] == (method["rows"]["min"] < method["rows"]["max"])
+    for name, method in found["methods"].items():
+        assert method["dynamic_length"] == (name in ALL_METHODS and method["rows"]["min"] < method["rows"]["max"])
 
 
 @pytest.mark.parametrize("name", ALL_METHODS)
@@ -101,12 +113,14 @@ def test_attention_and_caches_use_the_llm_ops_without_copying_a_cache(name, foun
 
 
 def test_the_targets_methods_share_one_cache_and_the_draft_has_its_own(found):
+    """The methods of the state share both: every buffer takes part."""
     buffers = found["mutable_buffers"]
     assert len({buffer["name"] for buffer in buffers}) == len(buffers)  # each at one place, whatever the method
     users = [tuple(buffer["methods"]) for buffer in buffers]
-    assert users.count(TARGET_METHODS) == 2 * found["metadata"]["get_n_layers"]
-    assert users.count((DRAFT_DECODE,)) == 2
-    assert len(users) == users.count(TARGET_METHODS) + 2
+    of_target, of_draft = (*TARGET_METHODS, *STATE_METHODS), (DRAFT_DECODE, *STATE_METHODS)
+    assert users.count(of_target) == 2 * found["metadata"]["get_n_layers"]
+    assert users.count(of_draft) == 2
+    assert len(users) == users.count(of_target) + 2
     for method in found["methods"].values():
         (arena,) = [arena for arena in method["planned_memory"] if arena["mutable"]]
         assert arena["bytes"] >= sum(buffer["bytes"] for buffer in buffers)
@@ -140,7 +154,8 @@ def test_methods_share_their_weights(found, artifact):
     record = json.loads((artifact / "export.json").read_text())
     parameters = 4 * (record["target_parameters"] + record["draft_parameters"])
     assert found["weights"]["file_bytes"] < 1.2 * parameters
-    read = {name: m["delegates"]["XnnpackBackend"]["named_data"]["bytes"] for name, m in found["methods"].items()}
+    delegates = {name: found["methods"][name]["delegates"]["XnnpackBackend"] for name in ALL_METHODS}
+    read = {name: delegate["named_data"]["bytes"] for name, delegate in delegates.items()}
     assert len({read[name] for name in TARGET_METHODS}) == 1
     assert max(read.values()) < found["weights"]["named_data"]["bytes"] < sum(read.values())
 
