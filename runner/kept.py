@@ -64,8 +64,8 @@ class KeptDialogues:
     another."""
 
     def __init__(self, size: int, say: Callable[[str], None], folder: Path | None = None):
-        """``size``: the most bytes of states in memory, and again in ``folder``, where they outlive the process; with None
-        nothing is written. ``say`` is called with lines for the log."""
+        """``size``: the most bytes of states in memory, and again in ``folder``, where they outlive the process; with
+        None nothing is written. ``say`` is called with lines for the log."""
         self._size, self._say, self._folder = size, say, folder
         self._kept: list[Kept] = []
         self._writing = ThreadPoolExecutor(1, "sessions")
@@ -100,6 +100,8 @@ class KeptDialogues:
         own = model.cached.reusable(prompt, model.metadata, draft)
         best = max(self._kept, key=lambda each: each.reusable(prompt, model, draft), default=None)
         gains = best is not None and best.reusable(prompt, model, draft) - own >= WORTH
+        if best is not None and gains:
+            self._used(best)  # so that what is kept now does not take its place
         if gains or len(model.cached.tokens) - own > WORTH:
             self.keep(model)
         if best is not None and gains and not best.gone:
@@ -153,7 +155,6 @@ class KeptDialogues:
             except (ValueError, OSError):
                 self._remove(kept)
                 raise
-        self._used(kept)
 
     def _write(self, kept: Kept, artifact: str, folder: Path) -> None:
         """Write a file; runs on the writing thread."""
