@@ -1,6 +1,7 @@
 """The command-line flags for generation options, shared by the commands that generate."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import click
@@ -8,6 +9,21 @@ import click
 from eagle3.runner.options import AUTO, Options
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Size(click.ParamType):
+    """Accepts a number of bytes, with K, M, G or T behind it for thousands, millions and so on."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401 - click's
+        text = str(value).strip().upper().removesuffix("B")
+        power = " KMGT".find(text[-1:]) if text else 0
+        with suppress(ValueError, OverflowError):
+            size = float(text[:-1] if power > 0 else text) * 1000 ** max(power, 0)
+            if size >= 0:
+                return round(size)
+        return self.fail(f"{value!r} is no size such as 500M or 2G", param, ctx)
 
 
 def token_ids(_ctx: click.Context, _param: click.Parameter, text: str | None) -> list[int] | None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from eagle3.runner.artifact.opening import find_model
-from eagle3.runner.commands.flags import chain_len_option, ngram_option
+from eagle3.runner.commands.flags import Size, chain_len_option, ngram_option
 from eagle3.runner.system.command import (
     OneLineFailures,
     cuda_graph_option,
@@ -87,6 +87,19 @@ def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...
     "--max-queue", type=click.IntRange(0), default=64, show_default=True, help="The number of requests that may wait."
 )
 @click.option(
+    "--sessions",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Keep the caches of the last dialogues in DIR as well as in memory, so that they outlive the server.",
+)
+@click.option(
+    "--sessions-size",
+    type=Size(),
+    default="2G",
+    show_default=True,
+    help="The most bytes of kept dialogues, in memory and again in DIR; 0 keeps none.",
+)
+@click.option(
     "--grace",
     type=click.IntRange(0),
     default=30,
@@ -124,6 +137,8 @@ def main(
     api_key_file: Path | None,
     parallel: int,
     max_queue: int,
+    sessions: Path | None,
+    sessions_size: int,
     grace: int,
     given: dict[str, Any],
     tool_parser: str,
@@ -158,7 +173,7 @@ def main(
     try:
         serve(
             artifact, listening, model_id, key, parallel, max_queue, grace, given, tool_parser, chain_len, ngram,
-            hosts=("localhost", host, *allowed_hosts),
+            hosts=("localhost", host, *allowed_hosts), sessions=sessions, sessions_size=sessions_size,
             runtime=runtime, cuda_graph=cuda_graph, packed_weights=packed_weights, verify=verify,
         )  # fmt: skip
     finally:

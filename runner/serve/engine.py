@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eagle3.runner.kept import KeptDialogues
 from eagle3.runner.loop.cached_tokens import common_prefix
 from eagle3.runner.loop.generation import LENGTH
 from eagle3.runner.loop.statistics import GenerationStats
@@ -113,6 +114,8 @@ class Place:
     scores: Generator[list[TokenLogprobs], None, None] | None = None
     """The log-probabilities of the job's prompt, window by window; None if none are left to compute."""
     used: float = 0.0
+    prepared: Job | None = None
+    """The job for which the kept dialogues have prepared the model."""
     given: int = 0
     """The number of the prompt's tokens whose log-probabilities the job has."""
 
@@ -122,9 +125,15 @@ class Engine:
     abandoned."""
 
     def __init__(
-        self, models: Sequence[Model], most_waiting: int, ended: Callable[[Job], None], common: dict[str, Any]
+        self,
+        models: Sequence[Model],
+        most_waiting: int,
+        ended: Callable[[Job], None],
+        common: dict[str, Any],
+        kept: KeptDialogues | None = None,
     ):
-        """``common`` are the options of every generation."""
+        """``common`` are the options of every generation, ``kept`` the states of earlier dialogues."""
+        self._kept = kept
         self.model = models[0]
         self._places = [Place(model) for model in models]
         self._most_waiting, self._ended, self._common = most_waiting, ended, common
@@ -189,6 +198,9 @@ class Engine:
             self._changed.notify()
         self._thread.join()
         self._grammars.close()
+        if self._kept is not None:
+            self._kept.close([place.model for place in self._places])
+            self._kept = None
 
     def _run(self) -> None:
         try:
@@ -234,6 +246,10 @@ class Engine:
             if job.left:
                 self._end(place, job, None)
                 return
+            if self._kept is not None and place.prepared is not job:
+                place.prepared = job
+                prompt = job.prompt if place.scores is None else []  # log-probabilities are computed anew
+                self._kept.prepare(place.model, prompt, job.options.get("chain_len") != 0)
             if place.scores is not None:
                 if (fresh := next(place.scores, None)) is None:
                     place.scores = None

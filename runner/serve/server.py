@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from eagle3.runner import load
 from eagle3.runner.contract import MODEL_FILE
+from eagle3.runner.kept import KeptDialogues
 from eagle3.runner.loop.generation import check_request
 from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.dialogue import Dialogue
@@ -97,11 +98,25 @@ def serve(
     chain_len: int | str | None,
     ngram: bool | None = None,
     hosts: Collection[str] = ("localhost",),
+    sessions: Path | None = None,
+    sessions_size: int = 0,
     **loading: Any,
 ) -> None:
     """Load and serve until SIGTERM or SIGINT; running requests then have ``grace`` seconds. Raises the errors of
     ``opened``."""
-    opening = opened(artifact, model_id, parallel, max_queue, defaults, tool_parser, chain_len, ngram, **loading)
+    opening = opened(
+        artifact,
+        model_id,
+        parallel,
+        max_queue,
+        defaults,
+        tool_parser,
+        chain_len,
+        ngram,
+        sessions,
+        sessions_size,
+        **loading,
+    )
     with opening as service:
         host, port = listening.getsockname()[:2]
         tell(f"{service.model_id} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
@@ -118,9 +133,12 @@ def opened(
     tool_parser: str,
     chain_len: int | str | None,
     ngram: bool | None = None,
+    sessions: Path | None = None,
+    sessions_size: int = 0,
     **loading: Any,
 ) -> Iterator[Service]:
-    """Load an artifact ``parallel`` times for serving.
+    """Load an artifact ``parallel`` times for serving. ``sessions_size`` and ``sessions`` are those of
+    ``KeptDialogues``; 0 bytes keep nothing.
 
     The engine must have ended before this context ends. Raises the errors of ``load``, FileNotFoundError for an
     artifact without a tokenizer, and ValueError for invalid defaults.
@@ -135,9 +153,12 @@ def opened(
         name = model_id or str(models[0].metadata.manifest.get("target") or folder.name)
         metrics = Metrics(name)
         given = {"chain_len": chain_len, "ngram": ngram}
-        engine = Engine(
-            models, max_queue, metrics.add, {name: each for name, each in given.items() if each is not None}
-        )
+        kept = None
+        if sessions_size and (sessions is not None or models[0].metadata.state_groups):
+            kept = KeptDialogues(sessions_size, tell, sessions)
+            kept.open(models[0])
+        common = {name: each for name, each in given.items() if each is not None}
+        engine = Engine(models, max_queue, metrics.add, common, kept)
         metrics.watch(lambda: engine.running, lambda: engine.waiting)
         dialogue = Dialogue(models[0], folder, tool_parser)
         if dialogue.unread:

@@ -105,10 +105,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def service_of(models: list[Model], folder, max_queue: int = 64, **defaults) -> Service:
+def service_of(models: list[Model], folder, max_queue: int = 64, kept=None, **defaults) -> Service:
     """Return a service whose requests are greedy by default."""
     metrics = Metrics("tiny")
-    engine = Engine(models, max_queue, metrics.add, {})
+    engine = Engine(models, max_queue, metrics.add, {}, kept)
     metrics.watch(lambda: engine.running, lambda: engine.waiting)
     return Service(engine, Dialogue(models[0], folder), "tiny", metrics, {"temperature": 0, **defaults})
 
