@@ -70,7 +70,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             own_storages(speculator, folder)
             return_freed_memory()
         programs = {}
-        for method in plan.methods:
+        for method in plan.programs:
             with progress.stage(f"trace {method.name}"), backend.tracing(speculator, plan):
                 programs[method.name] = trace(speculator, method, plan.draft.hidden_size, backend.dtype)
         manifest |= backend.describe(programs, plan)
@@ -134,7 +134,7 @@ def load_speculator(
         plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, with_caches, convert
     )
     draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target, plan.proposals)
-    return Eagle3Speculator(target, draft, plan.taps, plan.config.logits)
+    return Eagle3Speculator(target, draft, plan.taps, plan.config.logits, plan.verify_rows)
 
 
 def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, dtype: torch.dtype) -> ExportedProgram:
@@ -222,6 +222,7 @@ def make_metadata(plan: Plan, manifest: dict[str, Any], draft_ids: Tensor | None
         verify_rows=None if plan.verify_rows == plan.chain_len + 1 else plan.verify_rows,
         rollback_rows=ROLLBACK_ROWS if is_recurrent(plan.target_config) else None,
         has_logits=plan.config.logits,
+        served_by=plan.served_by,
         draft_ids=draft_ids if plan.config.logits else None,
         forward_len=plan.method(FORWARD).max_len if plan.config.with_forward else None,
     )

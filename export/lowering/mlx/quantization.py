@@ -1,0 +1,132 @@
+"""Quantizes weights for MLX by ExecuTorch's recipes ``4w`` and ``8w``: codes of 4 or 8 bits, of which a group of inputs
+shares a scale. Activations keep their dtype.
+
+Weights that another tool quantized are dequantized while they load, exactly, and then quantized again if a recipe says
+so.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchao.quantization import IntxUnpackedToInt8Tensor, quantize_
+from torchao.utils import TorchAOBaseTensor
+
+from eagle3.export.configuration.config import MLX_RECIPES
+from eagle3.export.lowering.xnnpack.quantization import by_rows, taken_from
+from eagle3.export.planning.plan import Plan
+from eagle3.targets.loading import dequantized, is_plain
+
+GROUPS = (32, 64, 128)
+"""The numbers of inputs that MLX's kernels let share a scale."""
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The quantization of one model. ``linear`` is one of MLX_RECIPES; ``embedding`` is "none" or "8w"."""
+
+    linear: str
+    embedding: str
+    group: int
+
+    def covers(self, module: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
+        """Return True for an embedding or a linear that is quantized. A router that is a linear has a class of its
+        own."""
+        if isinstance(module, nn.Embedding):
+            return self.embedding != "none"
+        return type(module) is nn.Linear and self.linear != "none"
+
+    def of(self, module: nn.Linear | nn.Embedding) -> str:
+        return self.linear if isinstance(module, nn.Linear) else self.embedding
+
+    def bytes_of(self, module: nn.Linear | nn.Embedding) -> tuple[float, float]:
+        """Return the bytes per weight of a covered module: in memory, where each code takes a byte, and in the file,
+        which has a scale and an offset of 16 bits for each group."""
+        return 1 + 3 / self.group, (0.5 if self.of(module) == "4w" else 1) + 4 / self.group
+
+    def check(self, flag: str, model: nn.Module) -> None:
+        """Raise ValueError naming a layer of ``model`` that the group size does not fit."""
+        covered = [(name, module) for name, module in model.named_modules() if self.covers(module)]
+        widths = {name: module.weight.shape[1] for name, module in covered}
+        for name, width in widths.items():
+            if self.group not in GROUPS or width % self.group:
+                fits = [str(size) for size in GROUPS if gcd(*widths.values()) % size == 0]
+                advice = f"--group-size {' or '.join(fits)}" if fits else f"{flag} none"
+                raise ValueError(
+                    f"--group-size {self.group}: {name} takes {width} inputs, and --backend mlx takes groups of "
+                    f"{', '.join(map(str, GROUPS))} that divide this number: type {advice}"
+                )
+
+
+def recipes(plan: Plan) -> tuple[Recipe, Recipe]:
+    """Return the recipes of the target and of the draft."""
+    embedding = plan.config.qembedding or ("8w" if plan.qlinear in MLX_RECIPES[1:] else "none")
+    group = plan.config.group_size or GROUPS[0]
+    target = plan.qlinear if plan.qlinear in MLX_RECIPES else "none"
+    return Recipe(target, embedding, group), Recipe(plan.draft_qlinear, embedding, group)
+
+
+class GroupedWeight(IntxUnpackedToInt8Tensor):
+    """torchao's weight of grouped codes, which is dequantized for a matmul or a lookup in one operation of its own. An
+    export for CUDA replaces the matmul of torchao's class for the whole process, but not this one."""
+
+
+@GroupedWeight.implements([torch.ops.aten.linear.default])
+@GroupedWeight.implements_torch_function([F.linear])
+def _linear(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
+    x, weight, *bias = args
+    return F.linear(x, weight.dequantize(), *bias)
+
+
+@GroupedWeight.implements([torch.ops.aten.embedding.default])
+@GroupedWeight.implements_torch_function([F.embedding])
+def _embedding(func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Tensor:
+    ids, table = (args[1], args[0]) if func is torch.ops.aten.embedding.default else args[:2]
+    return F.embedding(ids, table.dequantize())
+
+
+def quantized(recipe: Recipe, module: nn.Linear | nn.Embedding, weight: Tensor) -> Tensor:
+    """Quantize the ``weight`` [N, K] of a ``module`` that ``recipe`` covers."""
+    return by_rows(partial(_rows, recipe.of(module), recipe.group), weight)
+
+
+def _rows(name: str, group: int, weight: Tensor) -> TorchAOBaseTensor:
+    from executorch.extension.llm.export.quantize import _make_linear_config
+
+    holder = nn.Linear(1, 1, bias=False, device="meta")
+    holder.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_(holder, _make_linear_config(name, group))
+    made: Any = taken_from(holder)
+    return GroupedWeight(
+        made.qdata, made.scale.to(DTYPE), made.zero_point, made.target_dtype, made.block_size, DTYPE, None
+    )
+
+
+class MlxWeights:
+    """The conversion for the target ``model`` (on the meta device), with the interface of ``WeightConversion``."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe):
+        self.recipe, self.dequantized = recipe, 0
+        modules = model.named_modules(remove_duplicate=False)
+        self.covered = {f"{name}.weight": module for name, module in modules if recipe.covers(module)}
+
+    def __call__(self, name: str, value: Tensor) -> Tensor:
+        self.dequantized += not is_plain(value)
+        value = dequantized(name, value)
+        return quantized(self.recipe, self.covered[name], value) if name in self.covered else value
+
+    def record(self) -> dict[str, Any]:
+        """Return how many weights were dequantized, for ``export.json``."""
+        return {"dequantized": self.dequantized} if self.dequantized else {}
+
+
+def quantize(model: nn.Module, recipe: Recipe, spare: set[int]) -> None:
+    """Quantize in place the weights of ``model`` that ``recipe`` covers, except those whose id is in ``spare``."""
+    for module in model.modules():
+        if recipe.covers(module) and id(module.weight) not in spare:
+            module.weight = nn.Parameter(quantized(recipe, module, module.weight.data), requires_grad=False)
