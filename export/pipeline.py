@@ -13,6 +13,7 @@ from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checks.artifact import check_artifact, why_not
 from eagle3.export.checks.fit.measure import fitted
 from eagle3.export.checks.preflight import check_export_memory
+from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.lowering.backend import load_backend
 from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
@@ -105,7 +106,10 @@ def check(
     if not plan.config.check:
         return None
     backend = load_backend(plan.config.backend)
-    reason = why_not(folder) if backend.runs_here() else f"this machine cannot run {plan.config.backend} artifacts"
+    extra = BACKENDS[plan.config.backend].check_extra
+    advice = f"; pip install 'eagle3-export[{extra}]' lets any machine check them" if extra else ""
+    cannot = f"this machine cannot run {plan.config.backend} artifacts{advice}"
+    reason = why_not(folder) if backend.runs_here() else cannot
     if reason:
         progress.say(f"not checked: {reason}")
         return None

@@ -52,6 +52,8 @@ class BackendEntry:
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that only this backend reads; they are refused with another backend."""
 
+    check_extra: str = ""
+    """The pip extra that checks artifacts on a machine that cannot run them."""
     packages: tuple[str, ...] = ()
     """Packages that the pip extra with the backend's name installs."""
     gpu: str | None = None
@@ -111,6 +113,7 @@ BACKENDS: dict[str, BackendEntry] = {
         recipes=MLX_RECIPES,
         grouped=MLX_RECIPES[1:],
         shares_caches=False,
+        check_extra="mlx",
     ),
 }
 

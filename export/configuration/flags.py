@@ -66,6 +66,6 @@ def check_flags(config: ExportConfig) -> None:
     for flag in () if backend.shares_caches else ("with_decode", "with_forward", "speculate"):
         if getattr(config, flag):
             raise ValueError(
-                f"--{flag.replace('_', '-')} adds a method, and methods for --backend {config.backend} share no caches: "
-                "leave it out"
+                f"--{flag.replace('_', '-')} adds a method, and methods for --backend {config.backend} share no "
+                "caches: leave it out"
             )

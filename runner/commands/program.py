@@ -31,7 +31,8 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
     pte = read_pte(model)
     constants = metadata.constant_methods() | {"get_manifest": metadata.manifest}
     plans = {plan.name: plan for plan in pte.program.execution_plan if plan.name not in constants}
-    plans = {name: plans.pop(name) for name in (TARGET_ROWS, *METHODS, SPECULATE, DECODE, FORWARD) if name in plans} | plans
+    known = (TARGET_ROWS, *METHODS, SPECULATE, DECODE, FORWARD)
+    plans = {name: plans.pop(name) for name in known if name in plans} | plans
     rows = row_bounds(metadata)
     linears = metadata.manifest.get("linears", {})  # the exporter's count of quantized linears by kernel
     try:

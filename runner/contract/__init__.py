@@ -44,7 +44,7 @@ further. All of them must be in the context.
 
 Methods of some backends share no caches. Then one method, ``target_rows``, computes all rows of the target, and
 ``get_served_by`` names it for each method that it stands for. It takes tokens [1,T] and input_pos [T], T from 1 to the
-longest chunk of ``prefill``, and returns the greedy ids [1,R] and logits [1,R,V] of the last R rows, R being the longest
+longest chunk of ``prefill``. It returns the greedy ids [1,R] and logits [1,R,V] of the last R rows, R being the longest
 verify window, and the feature [1,T,H]. If T is less than R, the first row stands in for the rows before it.
 
 ``forward`` is for ExecuTorch's own runner (``extension/llm/runner``), which decodes without speculation over the same

@@ -104,8 +104,8 @@ def choose_runtime(artifact: Artifact, asked: str) -> str:
             )
         if made_for in DELEGATES and not has_delegate(made_for):
             raise ValueError(
-                f"{artifact.model} is for {made_for}, and this ExecuTorch has no {DELEGATES[made_for]}: run it on a Mac "
-                "with Apple silicon, whose build of ExecuTorch has it"
+                f"{artifact.model} is for {made_for}, and this ExecuTorch has no {DELEGATES[made_for]}: run it on a "
+                "Mac with Apple silicon, whose build of ExecuTorch has it"
             )
         return EXECUTORCH
     if asked == TORCH:

@@ -6,7 +6,7 @@ runs one generation at a time.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -136,6 +136,18 @@ class TimedSession:
 
     def close(self) -> None:
         pass
+
+
+class MethodsSession(TimedSession):
+    """Runs ``methods``, functions by the names of the program's methods."""
+
+    def __init__(self, methods: Mapping[str, Callable[..., Iterable[Tensor]]], metadata: Metadata):
+        super().__init__(metadata)
+        self._methods = methods
+        self.has_decode, self.has_speculate = metadata.method_for(DECODE) in methods, SPECULATE in methods
+
+    def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
+        return self._methods[name](*inputs)
 
 
 class EagerSession(TimedSession):

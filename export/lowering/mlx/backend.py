@@ -1,10 +1,13 @@
 """Lowers to Apple silicon by ExecuTorch's backend for MLX, on Linux or on a Mac.
 
-Methods of this backend share no caches. So one method computes all rows of the target, and the draft head's method has a
-cache of its own (``TARGET_ROWS`` in ``eagle3.runner.contract``). Each method is one delegate.
+Methods of this backend share no caches. So one method computes all rows of the target, and the draft head's method has
+a cache of its own (``TARGET_ROWS`` in ``eagle3.runner.contract``). Each method is one delegate.
 """
 
+import importlib.util
 import os
+import platform
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
 from eagle3.export.draft.loading import unfilled
-from eagle3.export.lowering.backend import Backend
+from eagle3.export.lowering.backend import Backend, StandIn
 from eagle3.export.lowering.mlx.attention import MlxAttention
 from eagle3.export.lowering.mlx.forms import MlxForms
 from eagle3.export.patching.tested_versions import FOR_CPU, TESTED, check_versions
 from eagle3.export.planning.plan import Plan
+from eagle3.runner.artifact.opening import Artifact
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,17 +53,25 @@ class MlxBackend:
         from eagle3.export.lowering.mlx.quantization import recipes
 
         check_versions(FOR_CPU, TESTED, "lowering for MLX", "")
+        if plan.draft.kind == GEMMA4_ASSISTANT:
+            raise ValueError(
+                f"the head is a {GEMMA4_ASSISTANT}, which attends to the target's caches, and methods for MLX share no "
+                "caches: take a head with a cache of its own, or type --backend xnnpack"
+            )
         target, draft = recipes(plan)
         target.check("--qlinear", plan.skeleton.model)
         draft.check("--draft-qlinear", unfilled(plan.draft))
 
     def exact_activations(self) -> AbstractContextManager[object]:
-        from eagle3.export.lowering.mlx.check.exact import InFloat32
+        from eagle3.export.lowering.mlx.exact import InFloat32
 
         return InFloat32()
 
     def runs_here(self) -> bool:
-        return True
+        return _on_apple_silicon() or importlib.util.find_spec("mlx") is not None
+
+    def stand_in(self) -> StandIn | None:
+        return None if _on_apple_silicon() else StandIn("eagle3.export.lowering.mlx.program:methods", _compare)
 
     def memory(self, _plan: Plan) -> tuple[int, str]:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
@@ -118,6 +131,17 @@ class MlxBackend:
 
 
 BACKEND: Backend = MlxBackend()
+
+
+def _on_apple_silicon() -> bool:
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
+def _compare(artifact: Artifact, speculator: "Eagle3Speculator") -> float:
+    from eagle3.export.lowering.mlx.exact import compare
+    from eagle3.export.lowering.mlx.program import methods
+
+    return compare(methods(artifact.model), speculator, artifact.metadata)
 
 
 def _model_bytes(model: nn.Module, recipe: "Recipe") -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Makes the flatbuffer code that ExecuTorch's wheels for Linux lack, in a cache folder outside of the installed package.
+"""Makes the flatbuffer code that ExecuTorch's wheels for Linux lack, in a cache folder outside the installed package.
 
 The wheel has the schema of MLX's programs, the generator and flatc, but not what the generator writes, so
 ``executorch.backends.mlx`` cannot be imported. The wheel for macOS has all of it.
@@ -60,12 +60,14 @@ def _generate(folder: Path) -> None:
         assert spec is not None and spec.loader is not None
         generator = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = generator  # its dataclasses look their module up
-        with redirect_stdout(sys.stderr):
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # it prints each step
             spec.loader.exec_module(generator)
             generator.RUNTIME_DIR = made / "cpp"  # the wheel lacks the folder of the C++ code
             schema, flatc = schema_and_flatc()
             if not generator.run_flatc(str(flatc)):
-                raise OSError(f"{flatc} does not run, which makes the code for MLX's programs: install executorch again")
+                raise OSError(
+                    f"{flatc}, which makes the code for MLX's programs, does not run: install executorch again"
+                )
             generator._fixup_flatc_imports()
             (made / "_generated" / "__init__.py").touch()
             parsed = generator.parse_fbs(schema)
