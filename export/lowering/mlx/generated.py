@@ -65,9 +65,7 @@ def _generate(folder: Path) -> None:
             generator.RUNTIME_DIR = made / "cpp"  # the wheel lacks the folder of the C++ code
             schema, flatc = schema_and_flatc()
             if not generator.run_flatc(str(flatc)):
-                raise OSError(
-                    f"{flatc}, which makes the code for MLX's programs, does not run: install executorch again"
-                )
+                raise OSError(f"{flatc} does not run, which makes code for MLX: install executorch again")
             generator._fixup_flatc_imports()
             (made / "_generated" / "__init__.py").touch()
             parsed = generator.parse_fbs(schema)
