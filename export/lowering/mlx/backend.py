@@ -20,6 +20,7 @@ from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.backend import Backend, StandIn
 from eagle3.export.lowering.mlx.attention import MlxAttention
 from eagle3.export.lowering.mlx.forms import MlxForms
+from eagle3.export.lowering.mlx.recipe import Recipe, recipes
 from eagle3.export.patching.tested_versions import FOR_CPU, TESTED, check_versions
 from eagle3.export.planning.plan import Plan
 from eagle3.runner.artifact.opening import Artifact
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager
     from torch.export import ExportedProgram
 
-    from eagle3.export.lowering.mlx.quantization import MlxWeights, Recipe
+    from eagle3.export.lowering.mlx.quantization import MlxWeights
     from eagle3.export.speculator.speculator import Eagle3Speculator
     from eagle3.targets.attention import AttentionFactory
 
@@ -50,8 +51,6 @@ class MlxBackend:
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError for a head or a group size that MLX does not take, and for untested versions."""
-        from eagle3.export.lowering.mlx.quantization import recipes
-
         check_versions(FOR_CPU, TESTED, "lowering for MLX", "")
         if plan.draft.kind == GEMMA4_ASSISTANT:
             raise ValueError(
@@ -84,26 +83,22 @@ class MlxBackend:
 
     def export_bytes(self, plan: Plan) -> int:
         """Return the bytes of the draft's weights, and of all weights as the lowering packs them."""
-        from eagle3.export.lowering.mlx.quantization import recipes
-
         target, draft = recipes(plan)
         head = unfilled(plan.draft)
         held, written = _model_bytes(head, draft)
         return OVERHEAD + round(held + written + _model_bytes(plan.skeleton.model, target)[1])
 
     def held_bytes(self, plan: Plan) -> int:
-        from eagle3.export.lowering.mlx.quantization import recipes
-
         return round(_model_bytes(plan.skeleton.model, recipes(plan)[0])[0])
 
     def conversion(self, plan: Plan) -> "MlxWeights":
-        from eagle3.export.lowering.mlx.quantization import MlxWeights, recipes
+        from eagle3.export.lowering.mlx.quantization import MlxWeights
 
         return MlxWeights(plan.skeleton.model, recipes(plan)[0])
 
     def prepare(self, speculator: "Eagle3Speculator", plan: Plan) -> None:
         """Quantize the draft head as the plan says."""
-        from eagle3.export.lowering.mlx.quantization import quantize, recipes
+        from eagle3.export.lowering.mlx.quantization import quantize
 
         quantize(speculator.draft, recipes(plan)[1], spare=set(map(id, speculator.target.parameters())))
 
@@ -111,8 +106,6 @@ class MlxBackend:
         return {}
 
     def describe(self, _programs: "Mapping[str, ExportedProgram]", plan: Plan) -> dict[str, Any]:
-        from eagle3.export.lowering.mlx.quantization import recipes
-
         target, draft = recipes(plan)
         grouped = any(each.linear != "none" for each in (target, draft))
         return {"qembedding": target.embedding} | ({"group_size": target.group} if grouped else {})
@@ -144,7 +137,7 @@ def _compare(artifact: Artifact, speculator: "Eagle3Speculator") -> float:
     return compare(methods(artifact.model), speculator, artifact.metadata)
 
 
-def _model_bytes(model: nn.Module, recipe: "Recipe") -> tuple[float, float]:
+def _model_bytes(model: nn.Module, recipe: Recipe) -> tuple[float, float]:
     """Return the bytes of a model's weights in memory, and in the file."""
     counted, held, written = set(), 0.0, 0.0
     for module in model.modules():
