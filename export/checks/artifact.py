@@ -14,6 +14,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
             with backend.exact_activations():
                 exact = _logits(speculator, tokens, most)
             moved = max(moved, float(((quantized - exact).abs().amax(-1) / quantized.std(-1)).max()))
+    if backend.dtype != torch.float32:  # tokens are compared with exact logits; rounding moves both logits of a tie
+        moved *= 2
     return max(tie, moved if plan.config.random_weights else min(moved, WIDEST_TIE))
 
 
@@ -96,7 +99,8 @@ def check_artifact(
     Raises ValueError if the artifact does not run, returns NaN or an infinity, or gives a wrong token.
     """
     prompts = sample_prompts(folder, plan)
-    stand_in = load_backend(plan.config.backend).stand_in()
+    backend = load_backend(plan.config.backend)
+    stand_in = backend.stand_in()
     tried = _tried(folder, prompts, stand_in)
     difference = None
     if stand_in is not None and speculator is not None:
@@ -105,9 +109,11 @@ def check_artifact(
     ties, same, most = 0, 0, plan.method(PREFILL).max_len
     tie = near_tie(plan.qlinear) if speculator is None else measured_tie(speculator, plan)
     draft_tie = tie if near_tie(plan.draft_qlinear) == NEAR_TIE else WIDEST_TIE
+    rounds_off = backend.dtype != torch.float32
     if speculator is not None:
         for prompt, generation in zip(prompts, generations, strict=True):
-            with calm_stderr():  # ExecuTorch's ops write log lines when they are called eagerly
+            # ExecuTorch's ops write log lines when they are called eagerly
+            with calm_stderr(), backend.exact_activations() if rounds_off else nullcontext():
                 said = (generation.get(name) for name in ("token_ids", "by_fused_rounds", "by_lookup"))
                 for fresh in {tuple(tokens): tokens for tokens in said if tokens is not None}.values():
                     ties += compare_tokens(speculator, prompt, fresh, most, tie)

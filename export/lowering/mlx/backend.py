@@ -18,6 +18,7 @@ from torch import nn
 from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
 from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.backend import Backend, StandIn
+from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.lowering.mlx.attention import MlxAttention
 from eagle3.export.lowering.mlx.forms import MlxForms
 from eagle3.export.lowering.mlx.recipe import Recipe, recipes
@@ -112,7 +113,9 @@ class MlxBackend:
 
     @contextmanager
     def tracing(self, _speculator: "Eagle3Speculator", _plan: Plan) -> Iterator[None]:
-        with MlxForms():
+        from eagle3.export.lowering.xnnpack.bookkeeping import without_stacks
+
+        with MlxForms(), without_stacks(), collected_rarely():
             yield
 
     def lower(

@@ -7,9 +7,11 @@ from typing import Any
 from executorch.exir import EdgeCompileConfig, EdgeProgramManager, ExecutorchProgramManager, to_edge_transform_and_lower
 from torch.export import ExportedProgram
 
+from eagle3.export.lowering.edge.replays import repeated_alone
 from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.lowering.mlx.forms import complete_arguments
 from eagle3.export.lowering.mlx.generated import use_generated
+from eagle3.export.lowering.xnnpack.bookkeeping import code_on_call, without_stacks
 
 DELEGATE = "executorch_call_delegate"
 
@@ -21,7 +23,7 @@ def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str
 
     for program in programs.values():
         complete_arguments(program)
-    with collected_rarely():
+    with collected_rarely(), code_on_call(), without_stacks(), repeated_alone(decompose_by_node=False):
         lowered = to_edge_transform_and_lower(
             dict(programs),
             partitioner=[MLXPartitioner()],

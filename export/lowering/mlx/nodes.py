@@ -29,15 +29,18 @@ class Slots:
         self.values: dict[int, int] = {}
 
     def run(self, chain: Iterable[Node]) -> None:
-        """Compute ``chain``. Raises ValueError for a node of a type that is not known here."""
+        """Compute ``chain``. Raises ValueError for a node that MLX refuses, or of a type that is not known here."""
         for each in chain:
             name, node = each["op_type"], each["op"]
-            if name in NODES:
-                self.put(node["out"], NODES[name](self, node))
-            elif name in OTHERS:
-                OTHERS[name](self, node)
-            elif name != "NoopNode":
-                raise ValueError(f"the check does not know MLX's {name}: export with --no-check")
+            try:
+                if name in NODES:
+                    self.put(node["out"], NODES[name](self, node))
+                elif name in OTHERS:
+                    OTHERS[name](self, node)
+                elif name != "NoopNode":
+                    raise ValueError("the check does not know this node: export with --no-check")
+            except (ValueError, RuntimeError, IndexError, KeyError) as error:
+                raise ValueError(f"{name} of the program for MLX fails: {' '.join(str(error).split())}") from error
 
     def stored(self, slot: Node) -> mx.array:
         return self.tensors[slot["idx"]]
