@@ -173,7 +173,7 @@ HEADINGS = {
     type=click.Choice(RECIPES),
     help="ExecuTorch's recipe for the target's weights: "
     + "; ".join(f"{', '.join(backend.recipes)} on {name}" for name, backend in BACKENDS.items())
-    + ". Default: default on cuda (INT4 linears, INT8 embedding), none on xnnpack.",
+    + ". Default: default on cuda (INT4 linears, INT8 embedding), none on xnnpack and mlx.",
 )
 @click.option(
     "--draft-qlinear",
@@ -185,13 +185,14 @@ HEADINGS = {
 @click.option(
     "--group-size",
     type=click.IntRange(1),
-    help="Weights that share a scale in 8da4w on xnnpack, a multiple of 32. Default: 32.",
+    help="Weights that share a scale in 8da4w on xnnpack, a multiple of 32, and on mlx, one of 32, 64 and 128. "
+    "Default: 32.",
 )
 @click.option(
     "--qembedding",
     type=click.Choice(EMBEDDING_RECIPES),
-    help="Recipe for both models' embeddings on xnnpack: 8w is 8 bits with a scale per token. Default: 8w with a "
-    "quantized target.",
+    help="Recipe for both models' embeddings on xnnpack and mlx: 8w is 8 bits with a scale per token (mlx: per group). "
+    "Default: 8w with a quantized target.",
 )
 @click.option(
     "--kv-cache",

@@ -14,6 +14,7 @@ from eagle3.export.checkpoints.finite import check_finite
 from eagle3.export.checks.artifact import check_artifact, why_not
 from eagle3.export.checks.fit.measure import fitted
 from eagle3.export.checks.preflight import check_export_memory
+from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.lowering.backend import load_backend
 from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
@@ -80,7 +81,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             own_storages(speculator, folder)
             return_freed_memory()
         programs = {}
-        for method in plan.methods:
+        for method in plan.programs:
             with progress.stage(f"trace {method.name}"), backend.tracing(speculator, plan):
                 programs[method.name] = trace(speculator, method, plan.draft.hidden_size, backend.dtype)
         manifest |= backend.describe(programs, plan)
@@ -120,7 +121,10 @@ def check(
     if not plan.config.check:
         return None
     backend = load_backend(plan.config.backend)
-    reason = why_not(folder) if backend.runs_here() else f"this machine cannot run {plan.config.backend} artifacts"
+    extra = BACKENDS[plan.config.backend].check_extra
+    advice = f"; pip install 'eagle3-export[{extra}]' lets any machine check them" if extra else ""
+    cannot = f"this machine cannot run {plan.config.backend} artifacts{advice}"
+    reason = why_not(folder) if backend.runs_here() else cannot
     if reason:
         progress.say(f"not checked: {reason}")
         return None
@@ -149,7 +153,7 @@ def load_speculator(
         plan.target_source.tensors(), plan.target_config, plan.max_seq_len, dtype, with_caches, convert
     )
     draft = load_draft(plan.draft, plan.max_seq_len, dtype, attention, target, plan.proposals)
-    return Eagle3Speculator(target, draft, plan.taps, plan.config.logits)
+    return Eagle3Speculator(target, draft, plan.taps, plan.config.logits, plan.verify_rows)
 
 
 def trace(speculator: Eagle3Speculator, method: MethodPlan, feature_size: int, dtype: torch.dtype) -> ExportedProgram:
@@ -241,6 +245,7 @@ def make_metadata(
         verify_rows=None if plan.verify_rows == plan.chain_len + 1 else plan.verify_rows,
         rollback_rows=ROLLBACK_ROWS if is_recurrent(plan.target_config) else None,
         has_logits=plan.config.logits,
+        served_by=plan.served_by,
         draft_ids=draft_ids if plan.config.logits else None,
         state=tuple(int(number) for group in state_groups(kept) for number in group) if kept else None,
         forward_len=plan.method(FORWARD).max_len if plan.config.with_forward else None,

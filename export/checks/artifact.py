@@ -14,6 +14,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.draft.kinds import MTP
 from eagle3.export.draft.kinds.eagle.description import EagleDescription
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE, IGNORED_BASE
-from eagle3.export.lowering.backend import load_backend
+from eagle3.export.lowering.backend import StandIn, load_backend
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.runner.artifact.near_ties import NEAR_TIE, near_tie
+from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.contract import DRAFT_DECODE, PREFILL
 from eagle3.runner.system.command import calm_stderr
 from eagle3.runner.system.machine import free_memory, size_text
@@ -66,15 +68,15 @@ class Outcome:
 def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
     """Return the tolerance for near-ties of this model with its recipe, in standard deviations of the logits.
 
-    Where activations are quantized, small rounding differences flip codes, until logits differ by as much as the
-    quantization itself moves them. That depends on the model, so it is measured: the largest difference between logits
-    with quantized and with exact activations, over all rows and tokens. For trained weights it is bounded by
+    Where activations are quantized or in bfloat16, small rounding differences grow, until logits differ by as much as
+    the low precision itself moves them. That depends on the model, so it is measured: the largest difference between
+    logits with such and with exact activations, over all rows and tokens. For trained weights it is bounded by
     ``WIDEST_TIE``; with random weights it may be any size.
     """
-    tie = near_tie(plan.qlinear)
-    if tie == NEAR_TIE:
-        return tie
     backend, most, moved = load_backend(plan.config.backend), plan.method(PREFILL).max_len, 0.0
+    tie = near_tie(plan.qlinear)
+    if tie == NEAR_TIE and backend.dtype == torch.float32:
+        return tie
     with calm_stderr():
         for prompt in sample_prompts(plan.checkpoint, plan):
             tokens = torch.tensor([prompt[:TIE_ROWS]])
@@ -82,6 +84,8 @@ def measured_tie(speculator: Eagle3Speculator, plan: Plan) -> float:
             with backend.exact_activations():
                 exact = _logits(speculator, tokens, most)
             moved = max(moved, float(((quantized - exact).abs().amax(-1) / quantized.std(-1)).max()))
+    if backend.dtype != torch.float32:  # tokens are compared with exact logits; rounding moves both logits of a tie
+        moved *= 2
     return max(tie, moved if plan.config.random_weights else min(moved, WIDEST_TIE))
 
 
@@ -95,14 +99,21 @@ def check_artifact(
     Raises ValueError if the artifact does not run, returns NaN or an infinity, or gives a wrong token.
     """
     prompts = sample_prompts(folder, plan)
-    tried = _tried(folder, prompts)
+    backend = load_backend(plan.config.backend)
+    stand_in = backend.stand_in()
+    tried = _tried(folder, prompts, stand_in)
+    difference = None
+    if stand_in is not None and speculator is not None:
+        difference = stand_in.compare(open_artifact(folder), speculator)
     generations = tried["generations"]
     ties, same, most = 0, 0, plan.method(PREFILL).max_len
     tie = near_tie(plan.qlinear) if speculator is None else measured_tie(speculator, plan)
     draft_tie = tie if near_tie(plan.draft_qlinear) == NEAR_TIE else WIDEST_TIE
+    rounds_off = backend.dtype != torch.float32
     if speculator is not None:
         for prompt, generation in zip(prompts, generations, strict=True):
-            with calm_stderr():  # ExecuTorch's ops write log lines when they are called eagerly
+            # ExecuTorch's ops write log lines when they are called eagerly
+            with calm_stderr(), backend.exact_activations() if rounds_off else nullcontext():
                 said = (generation.get(name) for name in ("token_ids", "by_fused_rounds", "by_lookup"))
                 for fresh in {tuple(tokens): tokens for tokens in said if tokens is not None}.values():
                     ties += compare_tokens(speculator, prompt, fresh, most, tie)
@@ -124,15 +135,20 @@ def check_artifact(
         "tolerance": round(tie, 4),
         "mean_acceptance_length": round(1 + accepted / drafts, 3) if drafts else 1.0,
     }
+    if difference is not None:
+        record["largest_difference"] = difference
     if drafts < 10 or plan.config.random_weights:
         return Outcome(record, ())
+    hopeless = tuple(likely_causes(plan, folder, rates[0], verdict)) if rates[0] < HOPELESS else ()
+    if stand_in is not None:  # its times say nothing about the machine that will run the artifact
+        return Outcome(record, hopeless)
     on_cpu = BACKENDS[plan.config.backend].gpu is None
     rounds = Rounds(rates, tried["step_ms"], plan.proposals, tried["cpu_share"] if on_cpu else None)
     record |= gain_record(rounds)
-    if rates[0] < HOPELESS:
-        return Outcome(record, tuple(likely_causes(plan, folder, rates[0], verdict)))
-    backend = BACKENDS[plan.config.backend]
-    fast_rows = backend.fast_rows.get(plan.qlinear, backend.window_rows[0])
+    if hopeless:
+        return Outcome(record, hopeless)
+    entry = BACKENDS[plan.config.backend]
+    fast_rows = entry.fast_rows.get(plan.qlinear, entry.window_rows[0])
     return Outcome(record, (), tuple(gain_lines(rounds, fast_rows)))
 
 
@@ -171,9 +187,10 @@ def sample_prompts(folder: Path, plan: Plan) -> list[list[int]]:
     return [prompt[:most] for prompt in prompts if prompt]
 
 
-def _tried(folder: Path, prompts: list[list[int]]) -> dict[str, Any]:
+def _tried(folder: Path, prompts: list[list[int]], stand_in: StandIn | None) -> dict[str, Any]:
     asked = json.dumps({"prompts": prompts, "max_new_tokens": NEW_TOKENS})
     command = [sys.executable, "-m", "eagle3.runner.loop.smoke_run", str(folder)]
+    command += ["--methods", stand_in.methods] if stand_in else []
     done = subprocess.run(command, input=asked, capture_output=True, text=True, errors="replace")
     if done.returncode < 0:
         raise ValueError(

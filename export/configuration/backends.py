@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from eagle3.export.configuration.config import CUDA_RECIPES, XNNPACK_RECIPES
+from eagle3.export.configuration.config import CUDA_RECIPES, GROUPED, MLX_RECIPES, XNNPACK_RECIPES
 from eagle3.runner.system.cpu_features import lacks_avx512
 from eagle3.targets.spec import DELTA_RULE, KIMI_DELTA, MAMBA_2, SHORT_CONVOLUTION
 
@@ -29,6 +29,8 @@ class BackendEntry:
     backends dequantize a quantized checkpoint while it loads."""
     recipes: tuple[str, ...] = ("none",)
     """The values of ``--qlinear`` and ``--draft-qlinear`` for which there are kernels."""
+    grouped: tuple[str, ...] = ()
+    """The recipes in which groups of inputs share a scale, so that ``--group-size`` has an effect."""
     draft_recipe: str = "none"
     """The default of ``--draft-qlinear``. The tokens do not depend on it, but acceptance may."""
     small_recipe: str | None = None
@@ -36,6 +38,9 @@ class BackendEntry:
     fuses_below: float = 0
     """The method ``speculate``, a fused round, is exported by default if the target's checkpoint has fewer bytes than
     this. That method saves the fixed costs of a round's calls; it takes time to export and space in the file."""
+    shares_caches: bool = True
+    """True if the methods of a program share caches. Otherwise the target has one method (``TARGET_ROWS`` of the
+    contract), and the draft head keeps a cache of its own in another."""
     fast_rows: Mapping[str, int] = field(default_factory=dict)
     """The number of rows that the kernels compute in one pass, by recipe; adding rows up to this number costs nothing.
     For a recipe without an entry, the first of ``window_rows`` counts."""
@@ -49,6 +54,8 @@ class BackendEntry:
     flags: frozenset[str] = frozenset()
     """Fields of ``ExportConfig`` that only this backend reads; they are refused with another backend."""
 
+    check_extra: str = ""
+    """The pip extra that checks artifacts on a machine that cannot run them."""
     packages: tuple[str, ...] = ()
     """Packages that the pip extra with the backend's name installs."""
     gpu: str | None = None
@@ -92,6 +99,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "eagle3.export.lowering.xnnpack.backend",
         flags=frozenset({"qembedding", "group_size"}),
         recipes=XNNPACK_RECIPES,
+        grouped=(GROUPED,),
         states=frozenset({DELTA_RULE, KIMI_DELTA, MAMBA_2, SHORT_CONVOLUTION}),
         small_recipe="8da8w",
         draft_recipe="8da8w",
@@ -100,7 +108,18 @@ BACKENDS: dict[str, BackendEntry] = {
         fuses_below=1e8,
         fast_rows=FAST_ROWS_OF_AVX2 if lacks_avx512() else FAST_ROWS_OF_AVX512,
     ),
+    "mlx": BackendEntry(
+        "Apple silicon in bfloat16 or with weights of 4 or 8 bits (MLX), exported on Linux or on a Mac",
+        "eagle3.export.lowering.mlx.backend",
+        dtype="bfloat16",
+        flags=frozenset({"qembedding", "group_size"}),
+        recipes=MLX_RECIPES,
+        grouped=MLX_RECIPES[1:],
+        shares_caches=False,
+        sessions=False,
+        check_extra="mlx",
+    ),
 }
 
-MEANT = {"cpu": "xnnpack", "gpu": "cuda", "nvidia": "cuda"}
+MEANT = {"cpu": "xnnpack", "gpu": "cuda", "nvidia": "cuda", "apple": "mlx", "mac": "mlx", "metal": "mlx"}
 """Other words for backends, which the error of ``--backend`` understands."""

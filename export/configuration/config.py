@@ -15,6 +15,8 @@ CUDA_RECIPES = ("none", "default", "sensitive")
 XNNPACK_RECIPES = ("none", "8da4w", "8da8w")
 """ExecuTorch's names for dynamic 8-bit activations with weights of 4 or 8 bits
 (``extension/llm/export/quantize.py``)."""
+MLX_RECIPES = ("none", "4w", "8w")
+"""Weights of 4 or 8 bits, by ExecuTorch's names in the same file; activations keep their dtype."""
 GROUPED = "8da4w"  # in this recipe groups of inputs share a scale; 8da8w has one scale for each row
 EMBEDDING_RECIPES = ("none", "8w")
 KV_CACHES = ("bfloat16", "int8")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from eagle3.export.configuration.backends import BACKENDS
-from eagle3.export.configuration.config import GROUPED, NO_HEAD, OWN_LAYER, ExportConfig
+from eagle3.export.configuration.config import NO_HEAD, OWN_LAYER, ExportConfig
 
 HEAD_FLAGS = (
     "chain_len", "draft_qlinear", "draft_dialect", "norm_before_residual", "aux_layers", "aux_convention", "speculate",
@@ -57,7 +57,15 @@ def check_flags(config: ExportConfig) -> None:
                 f"{flag} {recipe}: --backend {config.backend} has no kernels for it; it has them for "
                 f"{', '.join(backend.recipes)}"
             )
-    if config.group_size is not None and GROUPED not in (config.qlinear, config.draft_qlinear):
+    grouped = backend.grouped
+    if config.group_size is not None and not {config.qlinear, config.draft_qlinear} & set(grouped):
         raise ValueError(
-            f"--group-size {config.group_size} is for {GROUPED}: type --qlinear {GROUPED}, or leave it out"
+            f"--group-size {config.group_size} is for {' or '.join(grouped)}: type --qlinear {grouped[0]}, or leave it "
+            "out"
         )
+    for flag in () if backend.shares_caches else ("with_decode", "with_forward", "speculate", "sessions"):
+        if getattr(config, flag):
+            raise ValueError(
+                f"--{flag.replace('_', '-')} adds a method, and methods for --backend {config.backend} share no "
+                "caches: leave it out"
+            )

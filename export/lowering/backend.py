@@ -2,8 +2,9 @@
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from eagle3.export.configuration.backends import BACKENDS
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from eagle3.export.planning.plan import Plan
     from eagle3.export.speculator.speculator import Eagle3Speculator
     from eagle3.export.speculator.state import Read, Write
+    from eagle3.runner.artifact.opening import Artifact
     from eagle3.targets.attention import AttentionFactory
 
 
@@ -31,6 +33,17 @@ class WeightConversion(Protocol):
 
     def record(self) -> dict[str, Any]:
         """Return the manifest's entry on the conversion, after all tensors have been read."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What computes artifacts on a machine that lacks the runtime for them."""
+
+    methods: str
+    """The argument ``--methods`` of ``eagle3.runner.loop.smoke_run``."""
+    compare: "Callable[[Artifact, Eagle3Speculator], float]"
+    """Returns the largest difference of an artifact's outputs from those of the eager module, in standard deviations.
+    Raises ValueError if it is more than rounding."""
 
 
 class Backend(Protocol):
@@ -77,14 +90,18 @@ class Backend(Protocol):
         """Return the context in which each method is traced."""
 
     def state_rows(self) -> "tuple[Read, Write]":
-        """Return the functions with which ``read_state`` and ``write_state`` copy rows of a buffer out and in."""
+        """Return the functions with which ``read_state`` and ``write_state`` copy rows of a buffer out and in; called only
+        where methods share caches."""
 
     def exact_activations(self) -> AbstractContextManager[object]:
         """Return a context in which the prepared module does not quantize activations; used only if
         ``eager_on_host``."""
 
     def runs_here(self) -> bool:
-        """Return True if this machine can run the artifacts."""
+        """Return True if this machine can run the artifacts, or stand in for a machine that can."""
+
+    def stand_in(self) -> "StandIn | None":
+        """Return what computes artifacts here in place of their runtime; None if this machine can run them."""
 
     def describe(self, programs: "Mapping[str, ExportedProgram]", plan: "Plan", /) -> dict[str, Any]:
         """Return the manifest's entry on the kernels. Raises ValueError for a graph that must not be lowered."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.configuration.config import NO_HEAD, ExportConfig
 from eagle3.export.draft.common.description import DraftDescription
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, SPECULATE, TARGET_ROWS, TARGET_VERIFY
 from eagle3.targets import TargetSpec
 from eagle3.targets.spec import ROLLBACK_ROWS, is_recurrent, sliding_window, states_of
 
@@ -95,7 +95,7 @@ def plan_methods(
             f"the draft's block has {block} rows, but --backend {config.backend} takes {backend.window_rows[-1]}: type "
             "--draft with a head that has smaller blocks"
         )
-    min_prefill = max(shortest, backend.few_rows(max(window, block)) + 1)
+    min_prefill = max(shortest, backend.few_rows(max(window, block)) + 1) if backend.shares_caches else shortest
     if is_recurrent(target_config):
         check_recurrent(config, target_config)
         min_prefill = max(min_prefill, ROLLBACK_ROWS + 2)  # a traced length of 1 is not dynamic
@@ -127,11 +127,22 @@ def plan_methods(
         methods.append(MethodPlan(DRAFT_DECODE, 1, max(max_prefill, window) if seeds else 1))
     if fused:
         methods.append(MethodPlan(SPECULATE, chain_rows, chain_rows))
-    if config.with_decode or not (has_draft or config.with_forward):
+    if config.with_decode or not backend.shares_caches or not (has_draft or config.with_forward):
         methods.append(MethodPlan(DECODE, 1, 1))
     if config.with_forward:
         methods.append(MethodPlan(FORWARD, 1, min(max_prefill, FORWARD_ROWS)))
     return tuple(methods)
+
+
+def programs(methods: tuple[MethodPlan, ...], backend: str) -> tuple[MethodPlan, ...]:
+    """Return the methods that are traced: those of ``plan_methods``, or one in place of all methods of the target if
+    methods share no caches."""
+    if BACKENDS[backend].shares_caches:
+        return methods
+    of_target = [method for method in methods if method.name != DRAFT_DECODE]
+    shortest, longest = min(each.min_len for each in of_target), max(each.max_len for each in of_target)
+    others = (method for method in methods if method.name == DRAFT_DECODE)
+    return MethodPlan(TARGET_ROWS, shortest, longest), *others
 
 
 def check_states(config: ExportConfig, target_config: "PreTrainedConfig") -> None:

@@ -27,13 +27,13 @@ from eagle3.export.draft.kinds.mtp.reading import read_own_layer
 from eagle3.export.draft.loading import no_head
 from eagle3.export.draft.reading import TABLES, read_draft, without_copies
 from eagle3.export.planning.memory import cache_bytes, draft_caches, state_bytes, target_caches
-from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods
+from eagle3.export.planning.methods import MethodPlan, fused_rounds, own_verify_rows, plan_methods, programs
 from eagle3.export.planning.pairing import check_pair, check_trained_for, within_vocabulary
 from eagle3.export.planning.paths import check_context, draft_folder, target_paths, uses_own_layer
 from eagle3.export.planning.taps import Taps, choose_taps
 from eagle3.export.planning.tensors import check_target
 from eagle3.export.planning.tokenizer import check_tokenizer
-from eagle3.runner.contract import SPECULATE
+from eagle3.runner.contract import SPECULATE, TARGET_ROWS
 from eagle3.runner.system.machine import size_text
 from eagle3.targets import TARGETS, TargetSpec, spec_for
 from eagle3.targets.spec import Skeleton, sliding_window
@@ -104,6 +104,18 @@ class Plan:
     def speculates(self) -> bool:
         """True if the artifact has the method ``speculate``, a greedy round in one call."""
         return any(method.name == SPECULATE for method in self.methods)
+
+    @property
+    def programs(self) -> tuple[MethodPlan, ...]:
+        """The methods of the program. One of them may compute several of ``methods``."""
+        return programs(self.methods, self.config.backend)
+
+    @property
+    def served_by(self) -> dict[str, str] | None:
+        """Maps the methods that are not in the program to the one that computes them; None if all are."""
+        names = {method.name for method in self.programs}
+        missing = {method.name: TARGET_ROWS for method in self.methods if method.name not in names}
+        return missing or None
 
     def method(self, name: str) -> MethodPlan:
         return next(method for method in self.methods if method.name == name)

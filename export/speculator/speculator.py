@@ -21,17 +21,22 @@ from eagle3.export.draft.common.head import Head
 from eagle3.export.draft.loading import NoHead
 from eagle3.export.speculator import tensor_files
 from eagle3.export.speculator.tensor_files import parts
+from eagle3.runner.contract import DRAFT_DECODE
 from eagle3.targets import TapTarget
 
 
 class Eagle3Speculator(nn.Module):
     """Runs the methods of an artifact. ``taps`` are the target's layers whose inputs the draft head fuses, in ascending
     order. If ``gives_logits``, the last output of a method is logits in float32. Without a head, ``draft`` is a
-    ``NoHead`` and no method returns a feature."""
+    ``NoHead`` and no method returns a feature. ``window`` is the number of last rows of which ``target_rows`` computes
+    ids."""
 
-    def __init__(self, target: TapTarget, draft: Head, taps: tuple[int, ...], gives_logits: bool = True):
+    def __init__(
+        self, target: TapTarget, draft: Head, taps: tuple[int, ...], gives_logits: bool = True, window: int = 1
+    ):
         super().__init__()
         self.target, self.draft, self.taps, self.gives_logits = target, draft, taps, gives_logits
+        self.window = window
 
     def prefill(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """Map tokens [1,T] and input_pos [T] to the greedy next token [1,1], the feature [1,T,H] and logits [1,1,V]."""
@@ -44,6 +49,15 @@ class Eagle3Speculator(nn.Module):
         logits [1,C,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
         scores = self.target.scores(state)
+        return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
+
+    def target_rows(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
+        """Map tokens [1,T] and input_pos [T] to the greedy ids [1,R] of the last R rows, the feature [1,T,H] and logits
+        [1,R,V]. R is ``window``. If T is less, the first row stands in for the rows before it."""
+        state, taps = self.target(tokens, input_pos, self.taps)
+        last = input_pos[-1:] - input_pos[:1]  # the number of the last row
+        rows = (last + torch.arange(1 - self.window, 1)).clamp_min(0)
+        scores = self.target.scores(state.index_select(1, rows))
         return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
 
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
@@ -118,7 +132,7 @@ class SpeculatorMethod(nn.Module):
 def trace_inputs(name: str, length: int, feature_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return example inputs of a method with ``length`` rows."""
     tokens, input_pos = torch.zeros(1, length, dtype=torch.long), torch.arange(length)
-    if name == "draft_decode":
+    if name == DRAFT_DECODE:
         return tokens, torch.zeros(1, length, feature_size, dtype=dtype), input_pos
     return tokens, input_pos
 

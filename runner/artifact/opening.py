@@ -74,7 +74,7 @@ def load_artifact(model: Path, checked: bool) -> Artifact:
         metadata = Metadata.read(set(constants), constants.__getitem__)
     except json.JSONDecodeError as error:
         raise ValueError(f"{model} is damaged (its manifest is no JSON: {error}): export it again") from error
-    needed = [name for name in METHODS if metadata.has_draft or name != DRAFT_DECODE]
+    needed = [metadata.method_for(name) for name in METHODS if metadata.has_draft or name != DRAFT_DECODE]
     missing = [name for name in needed if name not in methods]
     if missing:
         raise ValueError(f"{model} has no method {missing[0]}: export it again")

@@ -16,7 +16,7 @@ from eagle3.runner.artifact.cuda_library import CUDA_BACKEND, extent
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, check_stored, read_ptd_index
 from eagle3.runner.artifact.gpu_needs import gpu_memory, naming, weight_tables
 from eagle3.runner.artifact.pte import DTYPES, Pte, read_pte
-from eagle3.runner.contract import DECODE, FORWARD, METHODS, SPECULATE, Metadata, row_bounds
+from eagle3.runner.contract import DECODE, FORWARD, METHODS, SPECULATE, TARGET_ROWS, Metadata, row_bounds
 
 if TYPE_CHECKING:
     from executorch.exir.schema import BackendDelegate, ExecutionPlan, Program, SubsegmentOffsets, Tensor
@@ -31,7 +31,8 @@ def inspect_program(model: Path, metadata: Metadata) -> dict[str, Any]:
     pte = read_pte(model)
     constants = metadata.constant_methods() | {"get_manifest": metadata.manifest}
     plans = {plan.name: plan for plan in pte.program.execution_plan if plan.name not in constants}
-    plans = {name: plans.pop(name) for name in (*METHODS, SPECULATE, DECODE, FORWARD) if name in plans} | plans
+    known = (TARGET_ROWS, *METHODS, SPECULATE, DECODE, FORWARD)
+    plans = {name: plans.pop(name) for name in known if name in plans} | plans
     rows = row_bounds(metadata)
     linears = metadata.manifest.get("linears", {})  # the exporter's count of quantized linears by kernel
     try:

@@ -44,6 +44,11 @@ window twice: beside the ids, so that the host reads both in one copy, and as it
 device. It writes target slots up to the window's last position, and draft slots up to ``chain_len - 1`` positions
 further. All of them must be in the context.
 
+Methods of some backends share no caches. Then one method, ``target_rows``, computes all rows of the target, and
+``get_served_by`` names it for each method that it stands for. It takes tokens [1,T] and input_pos [T], T from 1 to the
+longest chunk of ``prefill``. It returns the greedy ids [1,R] and logits [1,R,V] of the last R rows, R being the longest
+verify window, and the feature [1,T,H]. If T is less than R, the first row stands in for the rows before it.
+
 ``forward`` is for ExecuTorch's own runner (``extension/llm/runner``), which decodes without speculation over the same
 cache. Our runner does not call it. ExecuTorch's runner has other names for lengths, see ``Metadata.forward_len``. If
 there is a method ``decode``, that runner calls it for each step and expects logits alone. An artifact therefore has at
@@ -66,6 +71,8 @@ PREFILL, TARGET_VERIFY, DRAFT_DECODE = "prefill", "target_verify", "draft_decode
 METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
 """Every artifact with a draft head has these; without one, the first two."""
 DECODE, FORWARD, SPECULATE = "decode", "forward", "speculate"
+TARGET_ROWS = "target_rows"
+"""The only method of the target if methods share no caches."""
 """Methods that exist only with ``--with-decode``, ``--with-forward``, and ``--speculate`` (the default for CUDA, and on
 the CPU for small models)."""
 
@@ -186,6 +193,8 @@ class Metadata:
     """The last rows of a call that a target with recurrent layers can roll back; None means that every position may be
     written again at any time.
     """
+    served_by: dict[str, str] | None = _key("get_served_by", default=None)
+    """Maps each method that is not in the program to the method that computes it; None if there is no such method."""
     forward_len: int | None = _key("get_max_context_len", default=None)
     """The longest chunk of ``forward``, None without that method. With it, the constant methods have the meaning that
     ExecuTorch's runner expects: ``get_max_seq_len`` is this length, and ``get_max_context_len`` is the number of
@@ -208,6 +217,10 @@ class Metadata:
         """The most rows of ``target_verify``."""
         return self.chain_len + 1 if self.verify_rows is None else self.verify_rows
 
+    def method_for(self, name: str) -> str:
+        """Return the method of the program that computes the method ``name`` of the contract."""
+        return (self.served_by or {}).get(name, name)
+
     @property
     def usual_window(self) -> int:
         """The rows of a verify window with the head's proposals; without a head, the rows of the longest window."""
@@ -224,6 +237,8 @@ class Metadata:
             values |= {"get_max_seq_len": self.forward_len, "get_max_context_len": self.max_seq_len}
         if self.state is not None:
             values["get_state_groups"] = list(self.state)
+        if self.served_by is not None:
+            values["get_served_by"] = json.dumps(self.served_by)
         return values | {"get_eos_ids": list(self.eos_ids), "get_manifest": json.dumps(self.manifest)}
 
     @classmethod
@@ -246,6 +261,8 @@ class Metadata:
         if "forward_len" in values:
             values |= {"forward_len": values["max_seq_len"], "max_seq_len": values["forward_len"]}
         values["manifest"] = json.loads(values["manifest"])
+        if "served_by" in values:
+            values["served_by"] = json.loads(values["served_by"])
         version = values["manifest"].get("format_version")
         if version not in range(FORMAT_VERSION, NEWEST_VERSION + 1):
             raise ValueError(
@@ -264,5 +281,6 @@ def row_bounds(metadata: Metadata) -> dict[str, tuple[int, int]]:
         DRAFT_DECODE: (1, max(metadata.max_prefill, metadata.window) if metadata.has_draft_cache else 1),
         SPECULATE: (window, window),
         DECODE: (1, 1),
+        TARGET_ROWS: (1, metadata.max_prefill),
         **({FORWARD: (1, metadata.forward_len)} if metadata.forward_len else {}),
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from eagle3.runner.artifact.light_imports import without_compiler
-from eagle3.runner.contract import DECODE, METHODS, PREFILL, READ_STATE, SPECULATE, WRITE_STATE, Metadata
+from eagle3.runner.contract import DECODE, METHODS, PREFILL, READ_STATE, SPECULATE, TARGET_ROWS, WRITE_STATE, Metadata
 from eagle3.runner.hosts.session import TimedSession, missing_method
 from eagle3.runner.system.command import calm_stderr
 
@@ -59,7 +59,7 @@ class ExecuTorchSession(TimedSession):
         self,
         program: "Program",
         metadata: Metadata,
-        names: Iterable[str] = (*METHODS, SPECULATE, DECODE, READ_STATE, WRITE_STATE),
+        names: Iterable[str] = (*METHODS, SPECULATE, DECODE, TARGET_ROWS, READ_STATE, WRITE_STATE),
         loading: Callable[[], AbstractContextManager[object]] = nullcontext,
         lazily: bool = False,
     ):
@@ -67,7 +67,8 @@ class ExecuTorchSession(TimedSession):
         self._program, self._loading = program, loading
         self._names = [name for name in names if name in program.method_names]
         self._methods: dict[str, Method] = {}
-        self.has_decode, self.has_speculate = DECODE in self._names, SPECULATE in self._names
+        self.has_decode = metadata.method_for(DECODE) in self._names
+        self.has_speculate = SPECULATE in self._names
         for name in () if lazily else self._names:
             if name not in (READ_STATE, WRITE_STATE):
                 self._load(name)

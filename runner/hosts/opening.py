@@ -16,6 +16,8 @@ from eagle3.runner.hosts.session import Session
 from eagle3.runner.system.command import calm_stderr, verbose_note
 
 EXECUTORCH, TORCH, AUTO = RUNTIMES
+DELEGATES = {"mlx": "MLXBackend"}
+"""Maps the name of a backend to the delegate that not every build of ExecuTorch has."""
 CUDA_NEEDS = (
     "it needs an NVIDIA GPU with memory free and an ExecuTorch that reads its weight tables; --verbose shows its own "
     "reason, --runtime torch runs it without ExecuTorch"
@@ -55,12 +57,15 @@ def open_session(
             check_only_host(torch=False)
             program = load_runtime().load_program(artifact.model, data_path=_weights(artifact))
             return ExecuTorchSession(program, artifact.metadata)
-    sharing = packed_weights_shared
-    if packed_weights is not None:
+    sharing: Callable[[], AbstractContextManager[object]] = packed_weights_shared
+    if artifact.metadata.manifest.get("backend") in DELEGATES:  # such a program has neither LLM ops nor packed weights
+        sharing = nullcontext
+    elif packed_weights is not None:
         load_runtime()
         sharing = PackedFile(artifact.model, packed_weights).in_use
     with _loading(artifact, nullcontext):
-        load_llm_ops(load_runtime())
+        if sharing is not nullcontext:
+            load_llm_ops(load_runtime())
         program = load_runtime().load_program(artifact.model)
     return ExecuTorchSession(program, artifact.metadata, loading=partial(_loading, artifact, sharing), lazily=lazily)
 
@@ -92,10 +97,15 @@ def choose_runtime(artifact: Artifact, asked: str) -> str:
     Raises ValueError for a runtime that cannot run such an artifact.
     """
     if not artifact.is_cuda:
+        made_for = artifact.metadata.manifest.get("backend")
         if asked == TORCH:
-            made_for = artifact.metadata.manifest.get("backend")
             raise ValueError(
                 f"--runtime torch runs CUDA artifacts, {artifact.model} is for {made_for}: leave --runtime out"
+            )
+        if made_for in DELEGATES and not has_delegate(made_for):
+            raise ValueError(
+                f"{artifact.model} is for {made_for}, and this ExecuTorch has no {DELEGATES[made_for]}: run it on a "
+                "Mac with Apple silicon, whose build of ExecuTorch has it"
             )
         return EXECUTORCH
     if asked == TORCH:
@@ -109,3 +119,8 @@ def choose_runtime(artifact: Artifact, asked: str) -> str:
             "ExecuTorch's CUDA build"
         )
     return EXECUTORCH if registered else TORCH
+
+
+def has_delegate(backend: str) -> bool:
+    """Return True if this ExecuTorch registers the delegate of ``backend``, a key of ``DELEGATES``."""
+    return load_runtime().backend_registry.is_available(DELEGATES[backend])

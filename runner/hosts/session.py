@@ -6,7 +6,7 @@ runs one generation at a time.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -90,6 +90,15 @@ def missing_method(name: str, closed: bool) -> str:
     return f"the artifact {'is closed' if closed else f'has no method {name}: export it with {flag}'}"
 
 
+def rows_of_method(name: str, rows: int, metadata: Metadata, outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Cut the outputs of ``target_rows``, called with ``rows`` rows, to the outputs of the method ``name``."""
+    ids, *others = outputs
+    last = rows if name == TARGET_VERIFY else 1
+    if metadata.has_logits:
+        others[-1] = others[-1][:, -last:]
+    return [ids[:, -last:], *others]
+
+
 class TimedSession:
     """Implements all methods through ``_call``, and counts and times the calls."""
 
@@ -108,11 +117,14 @@ class TimedSession:
         raise NotImplementedError
 
     def _timed(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
+        method = self.metadata.method_for(name)
         before = time.perf_counter()
-        self._load(name)
+        self._load(method)
         start = time.perf_counter()
         self.load_seconds += start - before
-        outputs = self._call(name, *inputs)
+        outputs = self._call(method, *inputs)
+        if method != name:
+            outputs = rows_of_method(name, inputs[0].shape[1], self.metadata, outputs)
         self.seconds[name] += time.perf_counter() - start
         self.calls[name] += 1
         return outputs
@@ -145,6 +157,18 @@ class TimedSession:
 
     def close(self) -> None:
         pass
+
+
+class MethodsSession(TimedSession):
+    """Runs ``methods``, functions by the names of the program's methods."""
+
+    def __init__(self, methods: Mapping[str, Callable[..., Iterable[Tensor]]], metadata: Metadata):
+        super().__init__(metadata)
+        self._methods = methods
+        self.has_decode, self.has_speculate = metadata.method_for(DECODE) in methods, SPECULATE in methods
+
+    def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
+        return self._methods[name](*inputs)
 
 
 class EagerSession(TimedSession):

@@ -7,8 +7,12 @@ rounds (``speculate``), if the artifact has that method. ``by_lookup`` has those
 proposes, if it has no draft head. ``step_ms`` has the milliseconds of single calls. ``cpu_share`` is the CPU time of
 the thread that made them divided by their wall time. Errors are reported as by every command. A crash of this process
 does not end the caller.
+
+With ``--methods MODULE:FUNCTION`` the function returns what computes the artifact's methods, by name, on a machine
+whose ExecuTorch cannot run them. Nothing is timed then.
 """
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -31,18 +35,26 @@ WARMUP, CALLS = 2, 7
 
 @click.command(cls=OneLineFailures)
 @click.argument("artifact", type=click.Path(path_type=Path))
-def main(artifact: Path) -> None:
+@click.option("--methods", help="MODULE:FUNCTION, which maps the file of a program to its methods.")
+def main(artifact: Path, methods: str | None) -> None:
     """Generate greedily from prompts of token ids; all features must be finite."""
     leave_threads_to_xnnpack()
 
     from eagle3.runner.artifact.opening import open_artifact
     from eagle3.runner.hosts.opening import open_session
+    from eagle3.runner.hosts.session import MethodsSession
     from eagle3.runner.loop.generation import complete
     from eagle3.runner.loop.lookup_choice import LookupChoice
     from eagle3.runner.loop.step_times import round_steps, step_milliseconds, with_cpu_share
 
     asked = json.load(sys.stdin)
-    session, generations = open_session(open_artifact(artifact)), []
+    opened, generations = open_artifact(artifact), []
+    session: Session
+    if methods:
+        module, _, name = methods.partition(":")
+        session = MethodsSession(getattr(importlib.import_module(module), name)(opened.model), opened.metadata)
+    else:
+        session = open_session(opened)
     for prompt in asked["prompts"]:
         watched = WatchedSession(session)
         result = complete(watched, prompt, max_new_tokens=asked["max_new_tokens"])
@@ -55,7 +67,7 @@ def main(artifact: Path) -> None:
             lookup = LookupChoice(0, session.metadata.window - 1)
             proposed = complete(session, prompt, max_new_tokens=asked["max_new_tokens"], lookup=lookup)
             generations[-1]["by_lookup"] = proposed.token_ids
-    steps = round_steps(session)
+    steps = {} if methods else round_steps(session)
     step_milliseconds(steps, repeats=WARMUP)
     step_ms, cpu_share = with_cpu_share(lambda: step_milliseconds(steps, repeats=CALLS))
     click.echo(json.dumps({"generations": generations, "step_ms": step_ms, "cpu_share": cpu_share}))

@@ -43,6 +43,7 @@ LOWERING = {  # the folders of export/lowering
     "cuda.named_gpu": 6,
     "xnnpack": 7,
     "cuda": 7,
+    "mlx": 8,
 }
 COMMANDS = {"runner.commands.run", "runner.commands.inspect", "runner.commands.bench"}
 OPEN_TO_THE_EXPORTER = ("runner.contract", "runner.artifact", "runner.system")

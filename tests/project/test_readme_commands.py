@@ -29,7 +29,7 @@ from eagle3.runner import load
 
 ROOMS = ("", "export/", "export/draft/", "export/checks/fit/", "export/lowering/cuda/", "export/lowering/edge/")
 ROOMS += ("export/lowering/xnnpack/", "runner/", "runner/native/", "runner/serve/", "scripts/", "targets/")
-ROOMS += ("targets/gemma4_tiny/",)
+ROOMS += ("targets/gemma4_tiny/", "export/lowering/mlx/")
 READMES = (".github/CONTRIBUTING.md", *(f"{room}README.md" for room in ROOMS))
 MEASURED = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[ers]*/**/measured.md")))
 """Pages of figures. Their commands take minutes and are only parsed."""
@@ -37,6 +37,7 @@ MEASURED = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[ers]
 HUB = "asks the hub for a published model; tests/export/hub/test_hub.py asks a stand-in"
 GPU = "takes a GPU, or minutes of compiling for one"
 OWN = "takes a checkpoint of one's own"
+MAC = "is for a Mac with Apple silicon"
 LONG = "takes minutes, or a build of llama.cpp"
 NOT_RUN = {
     "flags ─ plan": "a picture",
@@ -47,6 +48,8 @@ NOT_RUN = {
     "eagle3-export --checkpoint Qwen/Qwen3-8B": HUB,
     "eagle3-export --checkpoint ORG/": HUB,
     "eagle3-export --target-model gemma4-tiny --cuda-arch": GPU,
+    "eagle3-export --target-model gemma4-tiny --backend mlx": MAC,
+    "eagle3-run out-mlx": MAC,
     "eagle3-export --target-model gemma4-tiny --checkpoint COPY": "takes a changed copy of the shipped checkpoint",
     "eagle3-fit my-llama": OWN,
     "eagle3-export --checkpoint my-llama": OWN,

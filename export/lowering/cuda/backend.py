@@ -187,6 +187,9 @@ class NvidiaBackend:
     def runs_here(self) -> bool:
         return local_arch() is not None
 
+    def stand_in(self) -> None:
+        return None
+
     def describe(self, programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
         """Return the architecture, how kernels were chosen, and the count of the quantized linears of each method by
         kernel."""

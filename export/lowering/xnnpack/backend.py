@@ -61,6 +61,9 @@ class XnnpackBackend:
     def runs_here(self) -> bool:
         return True
 
+    def stand_in(self) -> None:
+        return None
+
     def memory(self, _plan: Plan) -> tuple[int, str]:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
 

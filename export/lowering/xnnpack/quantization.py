@@ -10,7 +10,7 @@ here. Weights that another tool quantized are dequantized exactly.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any, Self
 
 import torch
@@ -34,14 +34,18 @@ lock."""
 
 
 def quantized(recipe: Recipe, module: nn.Module, weight: Tensor) -> Tensor:
-    """Quantize the ``weight`` [N, K] of a linear or embedding ``module`` that ``recipe`` covers. Each core quantizes
-    some rows at a time."""
+    """Quantize the ``weight`` [N, K] of a linear or embedding ``module`` that ``recipe`` covers."""
     quantize = _quantized_linear if isinstance(module, nn.Linear) else _quantized_embedding
+    return by_rows(partial(quantize, recipe), weight)
+
+
+def by_rows(quantize: Callable[[Tensor], TorchAOBaseTensor], weight: Tensor) -> Tensor:
+    """Quantize a ``weight`` [N, K] whose rows do not depend on each other. Each core quantizes some rows at a time."""
     rows = max(1, ELEMENTS // weight.shape[1])
     data: dict[str, Tensor] = {}
     starts = range(0, weight.shape[0], rows)
     with faster_search():
-        parts = _a_core_each().map(lambda start: quantize(recipe, weight[start : start + rows].float()), starts)
+        parts = _a_core_each().map(lambda start: quantize(weight[start : start + rows].float()), starts)
         for start, part in zip(starts, parts, strict=True):
             for name in part.tensor_data_names:
                 values = getattr(part, name)
@@ -66,7 +70,7 @@ def _quantized_linear(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
     holder = nn.Linear(1, 1, bias=False, device="meta")
     holder.weight = nn.Parameter(weight, requires_grad=False)
     quantize_(holder, _make_linear_config(recipe.linear, recipe.group))
-    made = _taken(holder)
+    made = taken_from(holder)
     if recipe.group:  # XNNPACK stores the scales of groups in bfloat16
         made.scale = made.scale.to(torch.bfloat16).to(weight.dtype)
     return DynamicWeight(*(getattr(made, name) for name in (*made.tensor_data_names, *made.tensor_attribute_names)))
@@ -75,11 +79,11 @@ def _quantized_linear(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
 def _quantized_embedding(recipe: Recipe, weight: Tensor) -> TorchAOBaseTensor:
     holder = nn.Embedding.from_pretrained(weight)
     quantize_(holder, _make_embedding_config(recipe.embedding, 0), filter_fn=lambda *_: True)
-    made = _taken(holder)
+    made = taken_from(holder)
     return Int8Rows(made.qdata, made.scale)
 
 
-def _taken(holder: nn.Module) -> TorchAOBaseTensor:
+def taken_from(holder: nn.Module) -> TorchAOBaseTensor:
     """Return the quantized weight of a module, and remove it from the module. The module refers to itself
     (``extra_repr``), so its codes would otherwise stay in memory until a garbage collection."""
     made: TorchAOBaseTensor = holder.get_parameter("weight").data

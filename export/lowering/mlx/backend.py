@@ -1,0 +1,158 @@
+"""Lowers to Apple silicon by ExecuTorch's backend for MLX, on Linux or on a Mac.
+
+Methods of this backend share no caches. So one method computes all rows of the target, and the draft head's method has
+a cache of its own (``TARGET_ROWS`` in ``eagle3.runner.contract``). Each method is one delegate.
+"""
+
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
+from eagle3.export.draft.loading import unfilled
+from eagle3.export.lowering.backend import Backend, StandIn
+from eagle3.export.lowering.gc_tuning import collected_rarely
+from eagle3.export.lowering.mlx.attention import MlxAttention
+from eagle3.export.lowering.mlx.forms import MlxForms
+from eagle3.export.lowering.mlx.recipe import Recipe, recipes
+from eagle3.export.patching.tested_versions import FOR_CPU, TESTED, check_versions
+from eagle3.export.planning.plan import Plan
+from eagle3.runner.artifact.opening import Artifact
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from executorch.exir import ExecutorchProgramManager
+    from torch.export import ExportedProgram
+
+    from eagle3.export.lowering.mlx.quantization import MlxWeights
+    from eagle3.export.speculator.speculator import Eagle3Speculator
+    from eagle3.export.speculator.state import Read, Write
+    from eagle3.targets.attention import AttentionFactory
+
+OVERHEAD = 1 << 30
+"""The bytes of libraries and graphs during an export."""
+
+
+class MlxBackend:
+    """The backend, with the interface of ``eagle3.export.lowering.backend.Backend``."""
+
+    dtype = torch.bfloat16
+    eager_on_host = True
+
+    @property
+    def attention(self) -> "AttentionFactory":
+        return MlxAttention
+
+    def check(self, plan: Plan) -> None:
+        """Raise ValueError for a head or a group size that MLX does not take, and for untested versions."""
+        check_versions(FOR_CPU, TESTED, "lowering for MLX", "")
+        if plan.draft.kind == GEMMA4_ASSISTANT:
+            raise ValueError(
+                f"the head is a {GEMMA4_ASSISTANT}, which attends to the target's caches, and methods for MLX share no "
+                "caches: take a head with a cache of its own, or type --backend xnnpack"
+            )
+        target, draft = recipes(plan)
+        target.check("--qlinear", plan.skeleton.model)
+        draft.check("--draft-qlinear", unfilled(plan.draft))
+
+    def exact_activations(self) -> AbstractContextManager[object]:
+        from eagle3.export.lowering.mlx.exact import InFloat32
+
+        return InFloat32()
+
+    def runs_here(self) -> bool:
+        return _on_apple_silicon() or importlib.util.find_spec("mlx") is not None
+
+    def stand_in(self) -> StandIn | None:
+        return None if _on_apple_silicon() else StandIn("eagle3.export.lowering.mlx.program:methods", _compare)
+
+    def memory(self, _plan: Plan) -> tuple[int, str]:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+
+    def footprint(self, _plan: Plan) -> None:
+        return None
+
+    def suggest_flags(self, _plan: Plan, _has: int) -> None:
+        return None
+
+    def export_bytes(self, plan: Plan) -> int:
+        """Return the bytes of the draft's weights, and of all weights as the lowering packs them."""
+        target, draft = recipes(plan)
+        head = unfilled(plan.draft)
+        held, written = _model_bytes(head, draft)
+        return OVERHEAD + round(held + written + _model_bytes(plan.skeleton.model, target)[1])
+
+    def held_bytes(self, plan: Plan) -> int:
+        return round(_model_bytes(plan.skeleton.model, recipes(plan)[0])[0])
+
+    def conversion(self, plan: Plan) -> "MlxWeights":
+        from eagle3.export.lowering.mlx.quantization import MlxWeights
+
+        return MlxWeights(plan.skeleton.model, recipes(plan)[0])
+
+    def prepare(self, speculator: "Eagle3Speculator", plan: Plan) -> None:
+        """Quantize the draft head as the plan says."""
+        from eagle3.export.lowering.mlx.quantization import quantize
+
+        quantize(speculator.draft, recipes(plan)[1], spare=set(map(id, speculator.target.parameters())))
+
+    def pack(self, _speculator: "Eagle3Speculator", _plan: Plan, _folder: "Path") -> dict[str, Any]:
+        return {}
+
+    def describe(self, _programs: "Mapping[str, ExportedProgram]", plan: Plan) -> dict[str, Any]:
+        target, draft = recipes(plan)
+        grouped = any(each.linear != "none" for each in (target, draft))
+        return {"qembedding": target.embedding} | ({"group_size": target.group} if grouped else {})
+
+    @contextmanager
+    def tracing(self, _speculator: "Eagle3Speculator", _plan: Plan) -> Iterator[None]:
+        from eagle3.export.lowering.xnnpack.bookkeeping import without_stacks
+
+        with MlxForms(), without_stacks(), collected_rarely():
+            yield
+
+    def state_rows(self) -> "tuple[Read, Write]":
+        raise ValueError("methods for --backend mlx share no caches, so that none can read the state of another")
+
+    def lower(
+        self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], _plan: Plan
+    ) -> "tuple[ExecutorchProgramManager, dict[str, Any]]":
+        from eagle3.export.lowering.mlx.lowering import lower
+
+        return lower(programs, constant_methods), {}
+
+
+BACKEND: Backend = MlxBackend()
+
+
+def _on_apple_silicon() -> bool:
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
+def _compare(artifact: Artifact, speculator: "Eagle3Speculator") -> float:
+    from eagle3.export.lowering.mlx.exact import compare
+    from eagle3.export.lowering.mlx.program import methods
+
+    return compare(methods(artifact.model), speculator, artifact.metadata)
+
+
+def _model_bytes(model: nn.Module, recipe: Recipe) -> tuple[float, float]:
+    """Return the bytes of a model's weights in memory, and in the file."""
+    counted, held, written = set(), 0.0, 0.0
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            covered = recipe.covers(module) and parameter is module.weight
+            key = id(parameter), covered and type(module)
+            if key not in counted:
+                counted.add(key)
+                as_held, as_written = recipe.bytes_of(module) if covered else (2, 2)
+                held, written = held + parameter.numel() * as_held, written + parameter.numel() * as_written
+    return held, written

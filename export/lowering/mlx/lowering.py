@@ -1,0 +1,48 @@
+"""Lowers traced methods to a program in which each method is one delegate for MLX."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from executorch.exir import EdgeCompileConfig, EdgeProgramManager, ExecutorchProgramManager, to_edge_transform_and_lower
+from torch.export import ExportedProgram
+
+from eagle3.export.lowering.edge.replays import repeated_alone
+from eagle3.export.lowering.gc_tuning import collected_rarely
+from eagle3.export.lowering.mlx.forms import complete_arguments
+from eagle3.export.lowering.mlx.generated import use_generated
+from eagle3.export.lowering.xnnpack.bookkeeping import code_on_call, without_stacks
+
+DELEGATE = "executorch_call_delegate"
+
+
+def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any]) -> ExecutorchProgramManager:
+    """Lower all methods to one program. Raises ValueError for operations that MLX does not compute."""
+    use_generated()
+    from executorch.backends.mlx import MLXPartitioner
+
+    for program in programs.values():
+        complete_arguments(program)
+    with collected_rarely(), code_on_call(), without_stacks(), repeated_alone(decompose_by_node=False):
+        lowered = to_edge_transform_and_lower(
+            dict(programs),
+            partitioner=[MLXPartitioner()],
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+            constant_methods=dict(constant_methods),
+        )
+        for name in programs:
+            check_one_delegate(lowered, name)
+        return lowered.to_executorch()
+
+
+def check_one_delegate(lowered: EdgeProgramManager, name: str) -> None:
+    """Raise ValueError unless the method ``name`` is one delegate and nothing else."""
+    calls = [node for node in lowered.exported_program(name).graph.nodes if node.op == "call_function"]
+    found = Counter(str(node.target) for node in calls if "getitem" not in str(node.target))
+    outside = sorted(set(found) - {DELEGATE})
+    if outside or found[DELEGATE] != 1:
+        rest = f", and these operations outside of them: {', '.join(outside)}" if outside else ""
+        raise ValueError(
+            f"{name} has {found[DELEGATE]} delegates for MLX{rest}; it must be one, since delegates share no caches: "
+            "this target or head cannot be exported for --backend mlx yet"
+        )
