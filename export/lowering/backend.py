@@ -90,8 +90,8 @@ class Backend(Protocol):
         """Return the context in which each method is traced."""
 
     def state_rows(self) -> "tuple[Read, Write]":
-        """Return the functions with which ``read_state`` and ``write_state`` copy rows of a buffer out and in; called only
-        where methods share caches."""
+        """Return the functions with which ``read_state`` and ``write_state`` copy rows of a buffer out and in. Called
+        only where methods share caches."""
 
     def exact_activations(self) -> AbstractContextManager[object]:
         """Return a context in which the prepared module does not quantize activations; used only if
