@@ -8,6 +8,7 @@ from random_checkpoints import random_model, save_random_draft
 
 from eagle3.export import ExportConfig
 from eagle3.export.pipeline import load_speculator, make_metadata, trace
+from eagle3.export.planning.methods import MethodPlan
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.speculator import state
 from eagle3.export.speculator.state import ReadState, WriteState, read_rows, state_buffers, write_rows, written_buffers
@@ -45,7 +46,10 @@ class WithState(EagerSession):
     def __init__(self, plan, kept=None):
         speculator = load_speculator(plan, EagerAttention, torch.float32)
         if kept is None:
-            methods = (plan.method(name) for name in (PREFILL, DRAFT_DECODE))
+            methods = (
+                MethodPlan(PREFILL, 20, 20),
+                MethodPlan(DRAFT_DECODE, 1, 1),
+            )  # a chunk that recurrent layers commit
             programs = {each.name: trace(speculator, each, plan.draft.hidden_size, torch.float32) for each in methods}
             kept = state_buffers(programs, speculator)
         super().__init__(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target(), kept))

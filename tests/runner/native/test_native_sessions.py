@@ -5,6 +5,8 @@ import stat
 import pytest
 from native_runs import SAME, run
 
+from eagle3.runner import load
+
 PROMPT = "def add(first, second):\n    return first + second\n\n" * 60
 
 
@@ -72,3 +74,36 @@ def test_files_are_refused_in_the_same_words(built, model, artifact, tmp_path):
         assert file.read_bytes() == case
     code, _, error = run(built, artifact, [[3]], session=tmp_path / "none" / "kept", max_new_tokens=1)
     assert code == 1 and error.strip() == f"Error: {tmp_path / 'none' / 'kept'}: No such file or directory"
+
+
+def test_a_dialogue_changes_runners_on_all_kinds_of_artifacts(built, family_exports, tmp_path):
+    """Heads with a cache and without; sinks, recurrent layers, windows. Each state has several pieces."""
+    options = {"max_new_tokens": 8, "ignore_eos": True}
+    for folder in sorted(family_exports.iterdir()):
+        artifact, file = folder / "out", tmp_path / folder.name
+        with load(artifact) as model:
+            if not model.metadata.state_groups:
+                code, _, said = run(built, artifact, [[3]], session=file)
+                assert code == 1 and "no method read_state" in said
+                continue
+            text, turns = [(7 * i + i * i) % model.metadata.vocab_size for i in range(20)], []
+            for turn in range(4):
+                turns.append((list(text), model.generate(text, ngram=False, **options)))
+                text = text + turns[-1][1].token_ids + text[2 : 5 + turn]
+            for number, (text, expected) in enumerate(turns):
+                reused = expected.stats.reused_prompt_tokens
+                if number % 3:
+                    code, (mine,), said = run(built, artifact, [text], session=file, **options)
+                    assert code == 0 and mine["token_ids"] == expected.token_ids, (folder.name, said)
+                    assert mine["stats"]["reused_prompt_tokens"] == reused
+                    continue
+                model.generate(text[::-1], max_new_tokens=5, ngram=False)
+                model.forget()
+                if number:
+                    model.resume(file)
+                result = model.generate(text, ngram=False, **options)
+                assert (result.token_ids, result.stats.reused_prompt_tokens) == (expected.token_ids, reused), (
+                    folder.name
+                )
+                model.save(file)
+            assert reused > 20
