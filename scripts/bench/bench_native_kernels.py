@@ -3,8 +3,8 @@
     python scripts/bench/bench_native_kernels.py                 # half a minute; needs g++ and CMake
     python scripts/bench/bench_native_kernels.py --threads 2
 
-The shapes are the calls that artifacts make (``export/lowering/xnnpack``): of gemma4-tiny, and of qwen3-4B's widths at 100,
-2,000 and 4,000 positions. A ratio below 1 means that the native runner's kernel is faster.
+The shapes are the calls that artifacts make (``export/lowering/xnnpack``): of gemma4-tiny, and of qwen3-4B's widths at
+100, 2,000 and 4,000 positions. A ratio below 1 means that the native runner's kernel is faster.
 """
 
 import os

@@ -1,5 +1,5 @@
-// Many rows of attention_rows.h: a row in each lane of a vector, so that a key's number multiplies a vector of queries, and the
-// softmax needs no sums across lanes.
+// Many rows of attention_rows.h: a row in each lane of a vector, so that a key's number multiplies a vector of queries,
+// and the softmax needs no sums across lanes.
 #include "attention_vectors.h"
 
 namespace eagle3::operators::EAGLE3_VERSION {
