@@ -12,10 +12,13 @@ from eagle3.export.planning.plan import Plan
 from eagle3.runner.system.gpus import GPUS, Gpu, gpus_of
 from eagle3.runner.system.machine import size_text
 
+RUNNER_BYTES = 260_000_000
+"""The memory that ``eagle3-run`` takes on a CPU besides weights and caches: most of it is PyTorch."""
+
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     draft, target, backend = plan.draft, plan.target_headers, load_backend(plan.config.backend)
-    memory = backend.footprint(plan)
+    memory, artifact = backend.footprint(plan), backend.artifact_bytes(plan)
     return {
         "target": plan.config.target_model,
         "backend": plan.config.backend,
@@ -33,6 +36,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "draft_bytes": sum(header.bytes for header in draft.headers.values()),
         "draft_vocab_size": draft.draft_vocab_size,
         "shares_embedding": not draft.has_embedding,
+        "artifact_bytes": artifact,
+        "run_bytes": memory.total if memory else artifact and artifact + plan.cache_bytes + RUNNER_BYTES,
         "export_bytes": memory_of_export(plan, backend).takes,
         "fits": memory and {gpu.name: memory.total <= gpu.memory for gpu in _gpus(plan)},
         "longest_context": memory and {gpu.name: _longest_context(plan, gpu, memory) for gpu in _gpus(plan)},
@@ -61,6 +66,11 @@ def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
         lines.append(f"memory   a run takes {GpuMemory.of(facts['gpu_memory'])}")
         lines.append(f"gpus     {_gpus_text(facts['fits'])}")
         lines.append(f"tokens   {_contexts_text(plan, facts['longest_context'])}")
+    if facts["artifact_bytes"]:
+        parts = (facts["artifact_bytes"], "weights"), (plan.cache_bytes, "KV caches"), (RUNNER_BYTES, "eagle3-run")
+        shown = ", ".join(f"{size_text(size)} for {part}" for size, part in parts)
+        lines.append(f"memory   a run takes about {size_text(facts['run_bytes'])}: {shown}")
+        lines.append(f"size     model.pte takes about {size_text(facts['artifact_bytes'])}")
     if takes := facts["export_bytes"]:
         lines.append(f"memory   the export takes about {size_text(takes)}")
     if plan.quantized_headers:

@@ -77,6 +77,9 @@ class Backend(Protocol):
     def held_bytes(self, plan: "Plan", /) -> int:
         """Return the bytes of the target's prepared weights, which may lie in files instead of memory."""
 
+    def artifact_bytes(self, plan: "Plan", /) -> int | None:
+        """Return the bytes of ``model.pte`` with its weights, which a run on a CPU keeps in memory; None for a GPU."""
+
     def conversion(self, plan: "Plan") -> WeightConversion: ...
 
     def prepare(self, speculator: "Eagle3Speculator", plan: "Plan") -> None:

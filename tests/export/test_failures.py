@@ -280,6 +280,7 @@ def test_a_dry_run_writes_nothing_and_reads_no_weights(tmp_path, monkeypatch):
     assert [method["name"] for method in plan["methods"]] == ["prefill", "target_verify", "draft_decode", "speculate"]
     assert plan["methods"][0] == {"name": "prefill", "min_len": 9, "max_len": 64}
     assert plan["target_parameters"] > 5_000_000
+    assert 0.25e9 < plan["run_bytes"] < 0.35e9  # 290 MB were measured
     assert not (tmp_path / "out").exists()
 
 

@@ -46,11 +46,12 @@ class Kernels:
 
     def __init__(self, built: Path):
         self._library = ctypes.CDLL(str(built / "libkernels.so"))
+        self.versions = self._library.versions()
 
-    def attend(self, out, query, key, value, start, mask, causal, scale) -> None:
+    def attend(self, out, query, key, value, start, mask, causal, scale, version=-1, threads=1) -> None:
         sizes = (*query.shape[:3], key.shape[2], query.shape[3], key.shape[1])
         given = (ctypes.c_int64 * 6)(*sizes), ctypes.c_int64(start), ctypes.c_bool(causal), ctypes.c_float(scale)
-        self._library.attend(*given, *map(pointer, (query, key, value, mask, out)))
+        self._library.attend(version, ctypes.c_int64(threads), *given, *map(pointer, (query, key, value, mask, out)))
 
     def delta_rule(self, out, state, query, key, value, decay, beta) -> None:
         heads = key.shape[0] * key.shape[1]

@@ -146,6 +146,9 @@ class NvidiaBackend:
     def export_bytes(self, _plan: Plan) -> None:
         return None
 
+    def artifact_bytes(self, _plan: Plan) -> None:
+        return None
+
     def held_bytes(self, plan: Plan) -> int:
         makes = plan.qlinear in CUDA_RECIPES[1:] or layout_of(plan.config.int4_layout).pack is not None
         return self.footprint(plan).target if makes else 0

@@ -79,6 +79,9 @@ class XnnpackBackend:
     def held_bytes(self, plan: Plan) -> int:
         return held_bytes(plan)
 
+    def artifact_bytes(self, plan: Plan) -> int:
+        return artifact_bytes(plan)
+
     def conversion(self, plan: Plan) -> "XnnpackWeights":
         """Return the conversion that quantizes the target as it is read."""
         from eagle3.export.lowering.xnnpack.quantization import XnnpackWeights
@@ -127,14 +130,15 @@ BACKEND: Backend = XnnpackBackend()
 
 OVERHEAD = 1 << 30
 """The bytes of libraries, of graphs, and of the rows of a weight that are being quantized."""
+GRAPH = 30_000
+"""The bytes of a layer's graph in one method: 18 to 57 thousand were measured."""
 FLOAT = 4
 
 
 def export_bytes(plan: Plan) -> int:
     """Return the bytes that an export takes in addition to the target's own weights."""
-    target, draft = recipes(plan)
-    head = unfilled(plan.draft)
-    models = ((plan.skeleton.model, target), (head, draft))
+    models = _models(plan)
+    head, draft = models[1]
     held, written = _model_bytes(head, draft)[0], sum(_model_bytes(*each)[1] for each in models)
     as_loaded = FLOAT * sum(parameter.numel() for parameter in head.parameters())
     return OVERHEAD + round(max(as_loaded, held + written + max(_copies(*each) for each in models)))
@@ -144,6 +148,18 @@ def held_bytes(plan: Plan) -> int:
     """Return the bytes of the target's weights in the form in which the export computes with them."""
     target, _ = recipes(plan)
     return round(_model_bytes(plan.skeleton.model, target)[0])
+
+
+def artifact_bytes(plan: Plan) -> int:
+    """Return the bytes of ``model.pte``."""
+    graphs = GRAPH * len(plan.methods) * (plan.target_config.num_hidden_layers + 1)
+    return graphs + round(sum(_model_bytes(*each)[1] for each in _models(plan)))
+
+
+def _models(plan: Plan) -> tuple[tuple[nn.Module, Recipe], tuple[nn.Module, Recipe]]:
+    """Return target and head without weights, each with its recipe."""
+    target, draft = recipes(plan)
+    return (plan.skeleton.model, target), (unfilled(plan.draft), draft)
 
 
 def _copies(model: nn.Module, recipe: Recipe) -> int:

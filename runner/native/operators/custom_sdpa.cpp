@@ -29,16 +29,17 @@ Tensor& custom_sdpa(
       (!mask || (is_float(*mask, 2) && mask->size(0) == q.size(1) && mask->size(1) == k.size(1)));
   ET_KERNEL_CHECK(context, right, InvalidArgument, out);
   ET_KERNEL_CHECK(context, executorch::runtime::resize_tensor(out, q.sizes()) == Error::Ok, InvalidArgument, out);
-  const eagle3::operators::Attention attention{
+  eagle3::operators::Attention attention{
       q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), k.size(1), start, causal,
       (float)scale.value_or(1 / std::sqrt((double)q.size(3))), q.const_data_ptr<float>(), k.const_data_ptr<float>(),
       v.const_data_ptr<float>(), mask ? mask->const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>()};
-  const int64_t parts = attention.parts();
-  if (parts == 1 || attention.work() < kThreadWork) {
-    attention.compute(0, parts);
+  const int64_t threads = attention.work() < kThreadWork ? 1 : executorch::extension::get_thread_count();
+  attention.divide(threads);
+  if (threads == 1) {
+    attention.compute(0, attention.parts());
   } else {
     executorch::extension::parallel_for(
-        0, parts, 1, [&](int64_t first, int64_t last) { attention.compute(first, last); });
+        0, attention.parts(), 1, [&](int64_t first, int64_t last) { attention.compute(first, last); });
   }
   return out;
 }

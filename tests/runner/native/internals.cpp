@@ -1,6 +1,8 @@
 // Parts of the native runner, with inputs that the test gives.
 //
 //   internals chain LONGEST                          reads lines "accepted seconds", prints the length of each next round
+//   internals rates LONGEST                          reads lines "proposed accepted" (-1: another text), prints the tokens
+//                                                    that rounds of each length are expected to yield
 //   internals rounds ARTIFACT BUDGET LENGTHS ID...   runs rounds of these chain lengths in turn; prints ids, then counts
 //   internals cached MIN_PREFILL WINDOW DRAFT_WINDOW ROLLBACK    reads calls (-1: no such key), prints what is kept
 //   internals draw T K P MIN_P SEED PROMPT VOCABULARY STRIDE     reads rows of float32 logits, prints the target's ids and
@@ -43,6 +45,19 @@ void chain(int64_t longest) {
     adaptive.record(proposed, std::clamp<int64_t>(accepted, 0, proposed), seconds * (1 + 0.25 * proposed));
     std::cout << adaptive.next() << ' ';
   }
+  std::cout << std::endl;
+}
+
+void rates(int64_t longest) {
+  eagle3::AcceptanceRates rates(longest);
+  std::cout.precision(17);
+  int64_t proposed, accepted;
+  do {
+    for (double tokens : rates.tokens()) std::cout << tokens << ' ';
+    if (!(std::cin >> proposed >> accepted)) break;
+    if (proposed < 0) rates.forget_text();
+    else rates.record(proposed, accepted);
+  } while (true);
   std::cout << std::endl;
 }
 
@@ -124,6 +139,8 @@ int main(int argc, char** argv) {
   const std::string part = argc > 2 ? argv[1] : "";
   if (part == "chain") {
     chain(std::atoll(argv[2]));
+  } else if (part == "rates") {
+    rates(std::atoll(argv[2]));
   } else if (part == "cached" && argc == 6) {
     cached(argv + 2);
   } else if (part == "draw" && argc == 10) {

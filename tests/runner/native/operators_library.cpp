@@ -6,11 +6,14 @@
 using eagle3::operators::Attention;
 using eagle3::operators::DeltaRule;
 
-extern "C" void attend(const int64_t* sizes, int64_t start, bool causal, float scale, const float* q, const float* k,
-                       const float* v, const float* mask, float* out) {
-  const Attention attention{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], start, causal, scale,
-                            q,        k,        v,        mask,     out};
-  attention.compute(0, attention.parts());
+extern "C" int versions() { return Attention::versions(); }
+
+extern "C" void attend(int version, int64_t threads, const int64_t* sizes, int64_t start, bool causal, float scale,
+                       const float* q, const float* k, const float* v, const float* mask, float* out) {
+  Attention attention{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], start, causal, scale,
+                      q,        k,        v,        mask,     out};
+  attention.divide(threads);
+  for (int64_t part = 0; part < attention.parts(); part++) attention.compute(part, part + 1, version);
 }
 
 extern "C" void delta_rule(const int64_t* sizes, bool by_channel, const float* query, const float* key,

@@ -9,18 +9,18 @@ import torch
 from scripted import scripted_metadata
 
 from eagle3.runner.hosts.session import Step
-from eagle3.runner.loop.adaptive_chain import AdaptiveChain
+from eagle3.runner.loop.adaptive_chain import AcceptanceRates, AdaptiveChain
 from eagle3.runner.loop.cached_tokens import CachedTokens
 from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 
 
-def told(built, part, *args, given) -> list[int]:
+def told(built, part, *args, given, number=int) -> list:
     """Run a part of the program ``internals``, and return the numbers that it prints."""
     given = given if isinstance(given, bytes) else "\n".join(given).encode()
     done = subprocess.run([built / "internals", part, *map(str, args)], input=given, capture_output=True)
     assert done.returncode == 0, done.stderr
-    return [int(each) for each in done.stdout.split()]
+    return [number(each) for each in done.stdout.split()]
 
 
 @pytest.mark.parametrize("longest", [1, 3, 7])
@@ -44,6 +44,22 @@ def test_the_adaptive_chain_chooses_the_same_lengths(built, longest):
         expected.append(chain.next())
     lines = [f"{accepted} {seconds!r}" for accepted, seconds in rounds]
     assert told(built, "chain", longest, given=lines) == expected and len(set(expected)) > 1
+
+
+def test_the_expected_tokens_of_a_round_are_the_same(built):
+    """From the prior of a first round on. The chosen lengths alone would hide a difference."""
+    random, rates = Random(3), AcceptanceRates(4)
+    expected, lines = [*rates.tokens()], []
+    for index in range(400):
+        proposed = -1 if index % 90 == 89 else random.randint(0, 4)
+        accepted = random.randint(0, max(proposed, 0))
+        lines.append(f"{proposed} {accepted}")
+        if proposed < 0:
+            rates.forget_text()
+        else:
+            rates.record(proposed, accepted)
+        expected += rates.tokens()
+    assert told(built, "rates", 4, given=lines, number=float) == pytest.approx(expected, rel=1e-13)
 
 
 @pytest.mark.parametrize("rollback", [None, 3])

@@ -29,6 +29,7 @@ from eagle3.export.lowering.xnnpack.recipe import DEFAULT_GROUP
 from eagle3.export.lowering.xnnpack.shortcuts import applicable_passes
 from eagle3.export.pipeline import stored_bytes
 from eagle3.export.planning.plan import make_plan
+from eagle3.runner.contract import MODEL_FILE
 from eagle3.runner.hosts.packed_file import packed_weights_shared
 from eagle3.targets import TARGETS
 from eagle3.targets.attention import EagerAttention
@@ -194,6 +195,12 @@ def test_an_export_that_exceeds_the_memory_is_refused_with_the_amount(tmp_path, 
     assert f"Warning: the export {says}" in planned.stderr and "the export takes about" in planned.stdout
     monkeypatch.undo()
     assert "Warning" not in run_command(export_main, *asked, "--dry-run").stderr
+
+
+def test_the_estimated_size_of_an_artifact_is_that_of_its_program(artifact, tmp_path):
+    flags = {"draft_qlinear": "none", "with_decode": True, "speculate": False}  # as in beforehand.py
+    plan = make_plan(ExportConfig("gemma4-tiny", tmp_path / "out", backend="xnnpack", **flags))
+    assert backend.artifact_bytes(plan) == pytest.approx((artifact / MODEL_FILE).stat().st_size, rel=0.02)
 
 
 def test_the_estimated_memory_of_an_export_is_that_of_its_weights_held_and_written():
