@@ -187,7 +187,7 @@ def sample_prompts(folder: Path, plan: Plan) -> list[list[int]]:
     return [prompt[:most] for prompt in prompts if prompt]
 
 
-def _tried(folder: Path, prompts: list[list[int]], stand_in: StandIn | None) -> dict[str, Any]:
+def _tried(folder: Path, prompts: list[list[int]], stand_in: StandIn | None = None) -> dict[str, Any]:
     asked = json.dumps({"prompts": prompts, "max_new_tokens": NEW_TOKENS})
     command = [sys.executable, "-m", "eagle3.runner.loop.smoke_run", str(folder)]
     command += ["--methods", stand_in.methods] if stand_in else []
