@@ -39,7 +39,7 @@ class StandIn:
     """What computes artifacts on a machine that lacks the runtime for them."""
 
     methods: str
-    """The argument ``--methods`` of ``eagle3.runner.loop.smoke_run``."""
+    """The argument ``--methods`` of ``eagle3.runner.loop.smoke_run``, for methods that compute in float32."""
     compare: "Callable[[Artifact, Eagle3Speculator], float]"
     """Returns the largest difference of an artifact's outputs from those of the eager module, in standard deviations.
     Raises ValueError if it is more than rounding."""
@@ -88,9 +88,9 @@ class Backend(Protocol):
     def tracing(self, speculator: "Eagle3Speculator", plan: "Plan", /) -> AbstractContextManager[None]:
         """Return the context in which each method is traced."""
 
-    def exact_activations(self) -> AbstractContextManager[object]:
-        """Return a context in which the prepared module does not quantize activations; used only if
-        ``eager_on_host``."""
+    def exact_activations(self, speculator: "Eagle3Speculator", /) -> AbstractContextManager[object]:
+        """Return a context in which the prepared module neither quantizes nor rounds activations, with empty caches if
+        it would round them; used only if ``eager_on_host``."""
 
     def runs_here(self) -> bool:
         """Return True if this machine can run the artifacts, or stand in for a machine that can."""

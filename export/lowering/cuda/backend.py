@@ -177,7 +177,7 @@ class NvidiaBackend:
         with small_m_dispatch(plan.few_rows), collected_rarely():
             yield
 
-    def exact_activations(self) -> AbstractContextManager[object]:
+    def exact_activations(self, _speculator: Eagle3Speculator) -> AbstractContextManager[object]:
         return nullcontext()
 
     def runs_here(self) -> bool:
