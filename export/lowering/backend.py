@@ -36,7 +36,7 @@ class WeightConversion(Protocol):
 
 @dataclass(frozen=True)
 class StandIn:
-    """What computes artifacts on a machine that lacks the runtime for them."""
+    """Computes artifacts on a machine that lacks the runtime for them."""
 
     methods: str
     """The argument ``--methods`` of ``eagle3.runner.loop.smoke_run``, for methods that compute in float32."""
