@@ -1,4 +1,4 @@
-"""A plan for MLX has one method for the target and refuses flags and heads. The code that Linux's wheel lacks is made."""
+"""A plan for MLX has one method for the target and refuses flags and heads; code that Linux's wheel lacks is made."""
 
 import importlib.util
 import sys
