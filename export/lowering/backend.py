@@ -37,10 +37,10 @@ class WeightConversion(Protocol):
 
 @dataclass(frozen=True)
 class StandIn:
-    """What computes artifacts on a machine that lacks the runtime for them."""
+    """Computes artifacts on a machine that lacks the runtime for them."""
 
     methods: str
-    """The argument ``--methods`` of ``eagle3.runner.loop.smoke_run``."""
+    """The argument ``--methods`` of ``eagle3.runner.loop.smoke_run``, for methods that compute in float32."""
     compare: "Callable[[Artifact, Eagle3Speculator], float]"
     """Returns the largest difference of an artifact's outputs from those of the eager module, in standard deviations.
     Raises ValueError if it is more than rounding."""
@@ -96,9 +96,9 @@ class Backend(Protocol):
         """Return the functions with which ``read_state`` and ``write_state`` copy rows of a buffer out and in. Called
         only where methods share caches."""
 
-    def exact_activations(self) -> AbstractContextManager[object]:
-        """Return a context in which the prepared module does not quantize activations; used only if
-        ``eager_on_host``."""
+    def exact_activations(self, speculator: "Eagle3Speculator", /) -> AbstractContextManager[object]:
+        """Return a context in which the prepared module neither quantizes nor rounds activations, with empty caches if
+        it would round them; used only if ``eager_on_host``."""
 
     def runs_here(self) -> bool:
         """Return True if this machine can run the artifacts, or stand in for a machine that can."""

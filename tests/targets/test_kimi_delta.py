@@ -120,7 +120,7 @@ def test_the_published_configuration_is_read_and_shrunk(tmp_path):
     assert small.layer_types == ["linear_attention"] * 3 + ["full_attention"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [name for name, each in BACKENDS.items() if each.states])
 def test_a_backend_computes_kimi_or_refuses_it_in_a_line(backend, monkeypatch):
     config = ExportConfig("auto", checkpoint=Path("target"), draft="none", backend=backend)
     check_states(config, family_config("kimi_linear"))

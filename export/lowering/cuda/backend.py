@@ -184,7 +184,7 @@ class NvidiaBackend:
     def state_rows(self) -> tuple[Read, Write]:
         return indexed_rows, write_rows
 
-    def exact_activations(self) -> AbstractContextManager[object]:
+    def exact_activations(self, _speculator: Eagle3Speculator) -> AbstractContextManager[object]:
         return nullcontext()
 
     def runs_here(self) -> bool:

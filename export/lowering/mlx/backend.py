@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,16 +63,18 @@ class MlxBackend:
         target.check("--qlinear", plan.skeleton.model)
         draft.check("--draft-qlinear", unfilled(plan.draft))
 
-    def exact_activations(self) -> AbstractContextManager[object]:
-        from eagle3.export.lowering.mlx.exact import InFloat32
+    @contextmanager
+    def exact_activations(self, speculator: "Eagle3Speculator") -> Iterator[None]:
+        from eagle3.export.lowering.mlx.exact import InFloat32, wide_caches
 
-        return InFloat32()
+        with wide_caches(speculator), InFloat32():
+            yield
 
     def runs_here(self) -> bool:
         return _on_apple_silicon() or importlib.util.find_spec("mlx") is not None
 
     def stand_in(self) -> StandIn | None:
-        return None if _on_apple_silicon() else StandIn("eagle3.export.lowering.mlx.program:methods", _compare)
+        return None if _on_apple_silicon() else StandIn("eagle3.export.lowering.mlx.program:exact_methods", _compare)
 
     def memory(self, _plan: Plan) -> tuple[int, str]:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"

@@ -126,6 +126,14 @@ def as_tensor(result: mx.array) -> Tensor:
     return torch.from_numpy(np.array(result))
 
 
+def exact_methods(model: Path) -> dict[str, MlxMethod]:
+    """Load the methods of a program, to compute in float32."""
+    found = methods(model)
+    for method in found.values():
+        method.clear(exact=True)
+    return found
+
+
 def methods(model: Path) -> dict[str, MlxMethod]:
     """Load the methods of a program."""
     pte = read_pte(model)

@@ -53,7 +53,7 @@ class XnnpackBackend:
         target.check("--qlinear", plan.skeleton.model)
         draft.check("--draft-qlinear", unfilled(plan.draft))
 
-    def exact_activations(self) -> AbstractContextManager[object]:
+    def exact_activations(self, _speculator: "Eagle3Speculator") -> AbstractContextManager[object]:
         from eagle3.export.lowering.xnnpack.quantization import ExactActivations
 
         return ExactActivations()

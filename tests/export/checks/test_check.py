@@ -155,7 +155,7 @@ def test_a_wrong_linear_is_more_than_the_measured_tolerance(random_weights, laye
 def test_a_head_that_is_never_accepted_gets_a_warning_with_what_to_type(plan, artifact, monkeypatch):
     real = check._tried
 
-    def rejected(folder, prompts):
+    def rejected(folder, prompts, _stand_in):
         stats = {"num_drafts": 30, "num_accepted_tokens": 0, "acceptance_rate_per_position": [0.0, 0.0, 0.0]}
         tried = real(folder, prompts[:1])
         return tried | {"generations": [each | {"stats": stats} for each in tried["generations"]]}

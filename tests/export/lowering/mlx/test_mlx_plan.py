@@ -1,4 +1,4 @@
-"""What is decided before MLX is lowered to: the methods, refused flags and heads, the code that Linux's wheel lacks."""
+"""A plan for MLX has one method for the target and refuses flags and heads; code that Linux's wheel lacks is made."""
 
 import importlib.util
 import sys
