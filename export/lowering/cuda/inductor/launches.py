@@ -36,8 +36,9 @@ from eagle3.runner.contract import WORKSPACE
 WARP = 32
 VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
 """Matches a view of a buffer as a kernel's argument; group 1 is the buffer."""
-ONLY_ASKED_FOR = "NEXT"
-"""The name of a weight that a kernel does not read: the kernel asks L2 for it, and the next launch reads it."""
+NOT_READ = "NEXT", "ARRIVED"
+"""The names of tensors that are no weights of a kernel: the first is asked of L2 for the next launch, the second has
+the counters of all kernels (``kernels/sums.py``), of which a launch uses a few."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
     elements = _elements(meta, values)
     constants = _constants(known, source)
     weights, buffers = {}, {}
-    read = [argument for name, argument in zip(known["def_args"], arguments, strict=True) if name != ONLY_ASKED_FOR]
+    read = [argument for name, argument in zip(known["def_args"], arguments, strict=True) if name not in NOT_READ]
     for name in {VIEW.sub(r"\1", argument) for argument in read if isinstance(argument, str)}:
         if name in V.graph.constants:
             constant = V.graph.constants[name]

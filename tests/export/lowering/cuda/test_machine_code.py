@@ -161,6 +161,15 @@ def test_a_round_launches_no_more_kernels_than_its_limit(cuda_artifact):
         assert sum(entry["count"] for entry in recorded[name]["launches"]) <= most, counts
 
 
+def test_counters_that_all_matmuls_share_are_counted_with_no_launch(cuda_artifact):
+    recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())[LAUNCHES]
+    entries = [entry for method in (TARGET_VERIFY, DRAFT_DECODE) for entry in recorded[method]["launches"]]
+    for kernel, outputs, bits in (("int4_small_m", ("N0", "N1", "N2"), 4.625), ("_bf16_small_m", ("N",), 16)):
+        of_kernel = [entry for entry in entries if entry["kernel"].startswith(kernel)]
+        sizes = [sum(entry["constants"][name] for name in outputs) * entry["constants"]["K"] for entry in of_kernel]
+        assert [entry["weight_bytes"] for entry in of_kernel] == [size * bits / 8 for size in sizes] and sizes
+
+
 def test_a_kernel_that_spills_is_compiled_again_with_the_free_registers(monkeypatch):
     """The assembler keeps two programs' registers free even where shared memory has room for one."""
     used = {None: (128, 64), 255: (200, 0)}
