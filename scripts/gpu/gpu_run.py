@@ -39,7 +39,7 @@ LIMIT = 560
 RUNNING, OK = "running", "ok"
 AGAIN = 3
 """The exit code of a stage's process after a failed step."""
-PACKAGES = "packages.tar.xz"
+PACKAGES, SMALL = "packages.tar.xz", "small.tar.xz"
 LAYOUTS = ("tiles", "records")
 PAIRS = (
     "delta-rule-mtp", "delta-rule-dflash", "mamba2", "mamba2-attention", "mamba2-experts", "short-conv", "kimi",
