@@ -197,7 +197,8 @@ def pack(files: Iterable[tuple[Path, str]], archive: Path) -> None:
 
 
 def compressed(archive: Path, mode: str) -> IO[bytes]:
-    return lzma.open(archive, mode, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": DICTIONARY}])
+    last = {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": DICTIONARY}
+    return lzma.open(archive, mode, filters=[{"id": lzma.FILTER_X86}, last])
 
 
 def is_made(file: Path) -> bool:
