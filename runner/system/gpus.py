@@ -2,9 +2,9 @@
 
 Sources: NVIDIA's CUDA C++ Programming Guide, technical specifications per compute capability, and NVIDIA's data sheets
 of the cards (the SXM form if there are several). Sizes are in bytes, bandwidth in bytes per second. Shared memory is
-the most that a block may opt into. The clock is in Hz: the one under load on the tensor cores if it is known to be
-lower than the data sheet's maximum, otherwise that maximum. L2 and clock of the H200 were read from such a GPU, the
-clock during a round of Gemma 4 31B.
+the most that a block may opt into. The clock is in Hz, the highest that the card reaches; work on the tensor cores may
+lower it. H100 and H200 have the same multiprocessors at the same clock: 1,980 MHz is nvidia-smi's ``clocks.max.sm`` of
+both, and an H200 had it during a round of Gemma 4 31B. The L2 of the H200 was read from such a GPU.
 """
 
 import math
@@ -64,7 +64,7 @@ GPUS: dict[str, Gpu] = {
         Gpu("A100", (8, 0), 108, 163 * KB, 164 * KB, 2048, 32, 40 * MB, 80 * GB, 2.039e12, 1.41e9, 1024),
         Gpu("RTX 3090", (8, 6), 82, 99 * KB, 100 * KB, 1536, 16, 6 * MB, 24 * GB, 0.936e12, 1.695e9, 256),
         Gpu("RTX 4090", (8, 9), 128, 99 * KB, 100 * KB, 1536, 24, 72 * MB, 24 * GB, 1.008e12, 2.52e9, 256),
-        Gpu("H100", (9, 0), 132, 227 * KB, 228 * KB, 2048, 32, 50 * MB, 80 * GB, 3.35e12, 1.755e9, 2048),
+        Gpu("H100", (9, 0), 132, 227 * KB, 228 * KB, 2048, 32, 50 * MB, 80 * GB, 3.35e12, 1.98e9, 2048),
         Gpu("H200", (9, 0), 132, 227 * KB, 228 * KB, 2048, 32, 60 * MB, 140 * GB, 4.8e12, 1.98e9, 2048),
         Gpu("B200", (10, 0), 148, 227 * KB, 228 * KB, 2048, 32, 126 * MB, 180 * GB, 8.0e12, 1.86e9, 4096),
         Gpu("RTX 5090", (12, 0), 170, 99 * KB, 100 * KB, 1536, 24, 96 * MB, 32 * GB, 1.792e12, 2.407e9, 256),

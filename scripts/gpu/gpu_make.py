@@ -4,26 +4,28 @@
     python scripts/gpu/gpu_make.py .work/gpu packages     # one part
 
 A part is a file, which is written whole or not at all. One that is there and can be read is not made again; one that
-fails is named, and the others are still made. At the end the script prints what travels, and how to leave out of the
-sources what is not read there.
+fails is named, and the others are still made. The small pairs lie in the working folder with the tokens of their
+modules, and travel in one archive, since their code is alike. At the end the script prints what travels, and how to
+leave out of the sources what is not read there.
 """
 
 import json
+import lzma
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu_stand_in"))
 
 import click
-from gpu_run import EXPECTED, LAYOUTS, PACKAGES
+from gpu_run import EXPECTED, LAYOUTS, PACKAGES, PAIRS, SMALL
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -41,7 +43,11 @@ PACKED = (
 """The packages that the runner imports besides PyTorch and transformers. Their Python files travel, the tables that
 these read, libraries that are for every version of Python, and the program by which ExecuTorch reads a ``.ptd``."""
 TAKEN = (".py", ".yaml", ".fbs", ".abi3.so", "METADATA", "flatc")
-NOT_READ = "/tests/golden/", "*.safetensors", "*.gguf"
+LEFT_OUT = "backends", "examples", "tests", "test"
+"""The folders of ExecuTorch's package and below that are not imported there: half of its size."""
+DICTIONARY = 128 << 20
+"""The bytes within which an archive finds what is the same: those of all small pairs."""
+NOT_READ = "/tests/golden/", "/tests/export/", "/tests/runner/", "*.safetensors", "*.gguf"
 """The sources that the other machine does not read, as patterns of ``git sparse-checkout``."""
 LIMIT = 40 << 20
 """The most bytes that should travel."""
@@ -75,11 +81,11 @@ class Making(NamedTuple):
             for name in PACKED:
                 of = distribution(name)
                 for file in of.files or ():
-                    if file.parts[0] != ".." and file.name.endswith(TAKEN):  # a command lies outside of its package
+                    if file.parts[0] != ".." and file.name.endswith(TAKEN) and not {*LEFT_OUT} & {*file.parts}:
                         place = Path(folder, file)
                         place.parent.mkdir(parents=True, exist_ok=True)
                         shutil.copy(of.locate_file(file), place)
-            pack(Path(folder), archive)
+            pack(contents(Path(folder)), archive)
 
     def probe(self, cubin: Path) -> None:
         from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home
@@ -91,23 +97,23 @@ class Making(NamedTuple):
     def tournament(self, archive: Path) -> None:
         call(sys.executable, HERE / "gpu_tournament.py", archive)
 
-    def pair(self, archive: Path) -> None:
-        name = stem(archive)
+    def pair(self, file: Path) -> None:
+        name = file.parent.name
         checkpoints = self.work / "checkpoints" / name
         shutil.rmtree(checkpoints, ignore_errors=True)
         checkpoints.mkdir(parents=True)
         flags = save(name, checkpoints)
         self.export(name, *flags, *FLAGS)
-        self.with_tokens(archive, TOKENS, PROMPTS)
+        self.tokens(file, TOKENS, PROMPTS)
 
-    def tiny(self, archive: Path) -> None:
+    def tiny(self, file: Path) -> None:
         from eagle3.runner.text.text import Text
 
-        name = stem(archive)
+        name = file.parent.name
         self.export(name, "--target-model", "gemma4-tiny", "--int4-layout", name.removeprefix("tiny-"))
         lines = (ROOT / "scripts" / "prompts.jsonl").read_text().splitlines()[:TINY_PROMPTS]
         text = Text(self.work / name)
-        self.with_tokens(archive, TINY_TOKENS, [text.encode(json.loads(line)["prompt"]) for line in lines])
+        self.tokens(file, TINY_TOKENS, [text.encode(json.loads(line)["prompt"]) for line in lines])
 
     def export(self, name: str, *flags: str) -> None:
         """Export into the folder of that name, unless an earlier export is there, which is whole or not there."""
@@ -115,16 +121,20 @@ class Making(NamedTuple):
             where = "--cuda-arch", self.arch, "--overwrite", "--output-dir", self.work / name
             call(sys.executable, "-m", "eagle3.export.cli", *flags, *where)
 
-    def with_tokens(self, archive: Path, tokens: int, prompts: list[list[int]] | int) -> None:
-        """Pack an artifact with the tokens of its module."""
+    def tokens(self, file: Path, tokens: int, prompts: list[list[int]] | int) -> None:
+        """Write the tokens of an artifact's module into ``file``, in a folder of the artifact's name."""
         from gpu_expected import expected
 
-        artifact = self.work / stem(archive)
-        (artifact / EXPECTED).write_text(json.dumps(expected(artifact, tokens, prompts)))
-        pack(artifact, archive)
+        file.write_text(json.dumps(expected(self.work / file.parent.name, tokens, prompts)))
+
+    def small(self, archive: Path) -> None:
+        """Pack the pairs that are made, files of one name beside each other."""
+        made = [self.work / name for name in PAIRS if is_made(self.work / name / EXPECTED)]
+        files = sorted(((file.name, file) for folder in made for file in folder.iterdir()), reverse=True)
+        pack(((file, f"{file.parent.name}/{name}") for name, file in files), archive)
 
     def wide(self, archive: Path) -> None:
-        layout = stem(archive)
+        layout = archive.name.removesuffix(".tar.xz")
         where = "--layers", self.layers, "--cuda-arch", self.arch, "--folder", self.work / "wide", "--pack"
         call(sys.executable, HERE.parent / "bench" / "bench_export.py", *where, "--int4-layout", layout)
         shutil.move(self.work / "wide" / str(self.layers) / "artifact.tar.xz", archive)
@@ -134,11 +144,14 @@ PARTS: dict[str, dict[str, Callable[[Making, Path], None]]] = {
     "packages": {PACKAGES: Making.packages},
     "probe": {"read_probe.cubin": Making.probe},
     "tournament": {"tournament.tar.xz": Making.tournament},
-    "tiny": {f"small/tiny-{layout}.tar.xz": Making.tiny for layout in LAYOUTS},
-    "pairs": {f"small/{name}.tar.xz": Making.pair for name in (*EXPORTED, *FAMILIES, *OTHERS)},
+    "tiny": {f"tiny-{layout}/{EXPECTED}": Making.tiny for layout in LAYOUTS},
+    "pairs": {f"{name}/{EXPECTED}": Making.pair for name in (*EXPORTED, *FAMILIES, *OTHERS)},
+    "small": {SMALL: Making.small},
     "wide": {f"wide/{layout}.tar.xz": Making.wide for layout in LAYOUTS},
 }
 """The files of each part, and what makes them."""
+NOT_CARRIED = "tiny", "pairs"
+"""The parts whose files stay in the working folder, until the part ``small`` packs their artifacts."""
 
 
 def save(name: str, folder: Path) -> list[str]:
@@ -171,15 +184,21 @@ def save(name: str, folder: Path) -> list[str]:
     return ["--target-model", named, "--checkpoint", str(target), "--draft", head]
 
 
-def stem(archive: Path) -> str:
-    return archive.name.removesuffix(".tar.xz")
+def contents(folder: Path) -> list[tuple[Path, str]]:
+    """Return what lies in a folder, with its names."""
+    return [(path, path.name) for path in sorted(folder.iterdir())]
 
 
-def pack(folder: Path, archive: Path) -> None:
-    """Write an archive with the contents of a folder."""
-    with tarfile.open(archive, "w:xz") as packed:
-        for path in sorted(folder.iterdir()):
-            packed.add(path, path.name)
+def pack(files: Iterable[tuple[Path, str]], archive: Path) -> None:
+    """Write an archive of files and folders under the names given."""
+    with compressed(archive, "wb") as file, tarfile.open(fileobj=file, mode="w") as packed:
+        for path, name in files:
+            packed.add(path, name)
+
+
+def compressed(archive: Path, mode: str) -> IO[bytes]:
+    last = {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": DICTIONARY}
+    return lzma.open(archive, mode, filters=[{"id": lzma.FILTER_X86}, last])
 
 
 def is_made(file: Path) -> bool:
@@ -193,6 +212,12 @@ def is_made(file: Path) -> bool:
             return any(member.size for member in packed.getmembers())
     except (OSError, tarfile.TarError, EOFError):
         return False
+
+
+def is_older(archive: Path, work: Path) -> bool:
+    """Return True if the tokens of a pair were written after the archive of the pairs."""
+    written = ((work / name / EXPECTED).stat().st_mtime for name in PAIRS if is_made(work / name / EXPECTED))
+    return max(written, default=0.0) > archive.stat().st_mtime
 
 
 def call(*command: object) -> None:
@@ -230,9 +255,9 @@ def main(folder: Path, parts: tuple[str, ...], work: Path | None, arch: str, lay
         check_ignored(each)
         each.mkdir(parents=True, exist_ok=True)
     making, missing = Making(work, arch, layers), []
-    for name, make in (item for part in parts or PARTS for item in PARTS[part].items()):
-        file, fresh = folder / name, work / "fresh" / Path(name).name
-        if not is_made(file):
+    for part, (name, make) in ((each, item) for each in parts or PARTS for item in PARTS[each].items()):
+        file, fresh = (work if part in NOT_CARRIED else folder) / name, work / "fresh" / name
+        if not is_made(file) or name == SMALL and is_older(file, work):
             try:
                 for each in (file, fresh):
                     each.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ LIMIT = 560
 RUNNING, OK = "running", "ok"
 AGAIN = 3
 """The exit code of a stage's process after a failed step."""
-PACKAGES = "packages.tar.xz"
+PACKAGES, SMALL = "packages.tar.xz", "small.tar.xz"
 LAYOUTS = ("tiles", "records")
 PAIRS = (
     "delta-rule-mtp", "delta-rule-dflash", "mamba2", "mamba2-attention", "mamba2-experts", "short-conv", "kimi",
@@ -72,7 +72,8 @@ class Record:
         """Keep the earlier steps that were ok, if they ran on the same machine."""
         found = self.read()
         kept = found["steps"] if found["machine"] == machine else {}
-        self.write({"machine": machine, "steps": {name: step for name, step in kept.items() if step["status"] == OK}})
+        kept = {name: step for name, step in kept.items() if step["status"] == OK}
+        self.write({"date": time.strftime("%Y-%m-%d"), "machine": machine, "steps": kept})
 
     @property
     def steps(self) -> dict[str, Step]:

@@ -26,7 +26,7 @@ from gpu_carry import is_whole, unpack_artifact
 from gpu_cubins import Cubins, Driver
 from gpu_probe import read_speeds
 from gpu_rounds import A_ROUND, Facts, NotRun, copied, measure_prefill, measure_round
-from gpu_run import EXPECTED, LAYOUTS, PAIRS, Record, unpacked
+from gpu_run import EXPECTED, LAYOUTS, PAIRS, SMALL, Record, unpacked
 from gpu_tournament import Tournament
 from gpu_variants import VARIANTS, Variant
 from proposed import proposed
@@ -64,6 +64,13 @@ class Given:
             return unpacked(self.folder, self.work, name)
         except ValueError as error:
             raise NotRun(error) from error
+
+    def small(self, name: str) -> Path:
+        """Return the unpacked artifact of a small pair."""
+        artifact = self.unpacked(SMALL) / name
+        if not artifact.is_dir():
+            raise NotRun(f"{SMALL} has no {name}")
+        return artifact
 
     def wide(self, layout: str) -> Path:
         """Return the unpacked artifact of Gemma 4 31B in a layout."""
@@ -186,7 +193,7 @@ would be equal about once in V, the size of the vocabulary."""
 
 
 def pairs(given: Given) -> Steps:
-    return {name: lambda name=name: compare(given.unpacked(f"small/{name}.tar.xz")) for name in PAIRS}
+    return {name: lambda name=name: compare(given.small(name)) for name in PAIRS}
 
 
 def compare(artifact: Path) -> Facts:
@@ -253,7 +260,7 @@ PROMPTS = Path(__file__).parents[1] / "prompts.jsonl"
 
 
 def soak(given: Given) -> Steps:
-    return {layout: lambda layout=layout: soaked(given.unpacked(f"small/tiny-{layout}.tar.xz")) for layout in LAYOUTS}
+    return {layout: lambda layout=layout: soaked(given.small(f"tiny-{layout}")) for layout in LAYOUTS}
 
 
 def soaked(artifact: Path) -> Facts:

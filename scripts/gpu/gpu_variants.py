@@ -41,7 +41,8 @@ K_QUANTS = {"q4_k": 4, "q5_k": 5, "q6_k": 6}
 @dataclass(frozen=True)
 class Variant:
     """A variant of a kernel. ``lay_out`` converts the common weight to its layout; ``launch(kernel, x, weight, arrived,
-    activation, following)`` runs it, where ``following`` is the weight of the next matmul."""
+    activation, following)`` runs it, where ``following`` is the weight of the next matmul. ``levers``: the names of the
+    kernel's constants that make the variant."""
 
     name: str
     format: str
@@ -50,6 +51,7 @@ class Variant:
     lay_out: Callable[..., Weight]
     launch: Callable[..., Tensor]
     rows: tuple[int, ...] = (4, 16)
+    levers: frozenset[str] = frozenset()
 
 
 def most_rows(x: Tensor) -> int:
@@ -73,8 +75,9 @@ def _records(name: str, order: str = "records", rows: tuple[int, ...] = (4, 16),
             more["following"] = packed if following is None else following[0]
         return int4_records._launch_records(kernel, x, packed, arrived, activation, most_rows(x), **more)
 
-    kernel = int4_records.int4_records_small_m_kernel
-    return Variant(name, "int4", order, kernel, lambda *parts: (record_layout.records(*parts),), launch, rows)
+    kernel, levers = int4_records.int4_records_small_m_kernel, frozenset(asked) - {"next", "FIRST"}
+    levers |= {"OF_NEXT"} if "next" in asked else set()
+    return Variant(name, "int4", order, kernel, lambda *parts: (record_layout.records(*parts),), launch, rows, levers)
 
 
 def _bf16(

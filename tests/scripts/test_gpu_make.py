@@ -23,10 +23,10 @@ from eagle3.export.configuration.config import ExportConfig
 def test_an_empty_a_broken_and_an_absent_file_are_not_made(tmp_path):
     whole, empty = tmp_path / "whole.tar.xz", tmp_path / "folder" / "empty"
     empty.mkdir(parents=True)
-    gpu_make.pack(tmp_path / "folder", whole)
+    gpu_make.pack(gpu_make.contents(tmp_path / "folder"), whole)
     assert not gpu_make.is_made(whole)  # an archive of an empty folder
     (empty / "file").write_bytes(os.urandom(1000))
-    gpu_make.pack(empty, whole)
+    gpu_make.pack(gpu_make.contents(empty), whole)
     assert gpu_make.is_made(whole)
     for name, data in (("cut.tar.xz", whole.read_bytes()[:300]), ("no.tar.xz", b"text"), ("probe.cubin", b"")):
         (tmp_path / name).write_bytes(data)
@@ -71,29 +71,55 @@ def test_a_checkout_with_the_printed_patterns_has_these_files_alone(tmp_path):
     found = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*") if path.is_file()}
     found = {name for name in found if not name.startswith(".git/")}
     listed = subprocess.run(["git", "-C", ROOT, "ls-tree", "-r", "--name-only", "HEAD"], capture_output=True, text=True)
-    kept = [name for name in listed.stdout.splitlines() if not name.startswith("tests/golden/")]
+    unread = "tests/golden/", "tests/export/", "tests/runner/"
+    kept = [name for name in listed.stdout.splitlines() if not name.startswith(unread)]
     assert found == {name for name in kept if not name.endswith((".safetensors", ".gguf"))}
 
 
 def test_the_pairs_that_are_made_are_those_that_are_run():
     made = {*gpu_make.EXPORTED, *gpu_make.FAMILIES, *gpu_make.OTHERS}
     assert made | {f"tiny-{layout}" for layout in gpu_run.LAYOUTS} == set(gpu_run.PAIRS)
-    names = {name for part in ("pairs", "tiny") for name in gpu_make.PARTS[part]}
-    assert names == {f"small/{name}.tar.xz" for name in gpu_run.PAIRS}
+    names = {name for part in gpu_make.NOT_CARRIED for name in gpu_make.PARTS[part]}
+    assert names == {f"{name}/{gpu_run.EXPECTED}" for name in gpu_run.PAIRS}
+
+
+def test_the_archive_of_the_pairs_has_those_that_are_made_and_follows_them(tmp_path):
+    def command() -> str:
+        given = [str(tmp_path / "gpu"), "small", "--work", str(tmp_path)]
+        return CliRunner().invoke(gpu_make.main, given).output
+
+    def pair(name: str, *files: str) -> None:
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text(name)
+
+    pair("kimi", "model.pte", gpu_run.EXPECTED)
+    pair("mlp", "model.pte")  # without its tokens it is not made
+    assert "small.tar.xz: 0.00 MB" in command()
+    archive, work = tmp_path / "gpu" / gpu_run.SMALL, tmp_path / "there"
+    before, _ = archive.stat().st_mtime_ns, command()
+    assert archive.stat().st_mtime_ns == before
+    pair("mtp", "model.pte", gpu_run.EXPECTED)
+    os.utime(archive, (1, 1))
+    command()
+    work.mkdir()
+    whole = gpu_run.unpacked(tmp_path / "gpu", work, gpu_run.SMALL)
+    assert {path.name for path in whole.iterdir()} == {"kimi", "mtp"}
+    assert (whole / "mtp" / "model.pte").read_text() == "mtp"
 
 
 def test_each_part_is_made_by_a_command_that_its_script_accepts(tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(gpu_make, "call", lambda _python, *words: called.append([str(word) for word in words]))
-    monkeypatch.setattr(gpu_make.Making, "with_tokens", lambda _self, archive, *_given: archive)
+    monkeypatch.setattr(gpu_make.Making, "tokens", lambda _self, file, *_given: file)
     monkeypatch.setattr(gpu_make.shutil, "move", lambda *_given: None)
     making = gpu_make.Making(tmp_path, "sm_90", 6)
     shutil.copy(ROOT / "targets" / "gemma4_tiny" / "target" / "tokenizer.json", tmp_path)
     (tmp_path / "tiny-records").symlink_to(tmp_path)
     making.tournament(tmp_path / "tournament.tar.xz")
     making.wide(tmp_path / "records.tar.xz")
-    making.tiny(tmp_path / "tiny-records.tar.xz")
-    making.pair(tmp_path / "mlp.tar.xz")
+    making.tiny(tmp_path / "tiny-records" / gpu_run.EXPECTED)
+    making.pair(tmp_path / "mlp" / gpu_run.EXPECTED)
     scripts = {"gpu_tournament.py": tournament, "bench_export.py": bench_export}
     for script, *flags in called:
         main = scripts[script.rpartition("/")[2]] if script != "-m" else export_main
@@ -120,7 +146,8 @@ def test_the_tokens_of_a_module_are_those_of_its_steps(tmp_path, monkeypatch):
 def test_packages_are_python_files_and_programs_for_every_python(tmp_path, monkeypatch):
     kept = tmp_path / "kept"
     monkeypatch.setattr(gpu_make, "PACKED", ("llguidance", "executorch"))
-    monkeypatch.setattr(gpu_make, "pack", lambda folder, _archive: shutil.copytree(folder, kept))
+    monkeypatch.setattr(gpu_make, "contents", lambda folder: shutil.copytree(folder, kept))
+    monkeypatch.setattr(gpu_make, "pack", lambda _files, _archive: None)
     gpu_make.Making(tmp_path, "sm_90", 0).packages(tmp_path / "packages.tar.xz")
     names = [str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()]
     needed = {"llguidance/_lib.abi3.so", "executorch/data/bin/flatc", "executorch/exir/dialects/edge/edge.yaml"}

@@ -16,7 +16,8 @@ import pytest
 import torch
 from artifact_tokens import with_tokens
 from gpu_cubins import MANIFEST, Cubins
-from gpu_run import AGAIN, EXPECTED, LAYOUTS, Record
+from gpu_run import AGAIN, EXPECTED, LAYOUTS, SMALL, Record
+from gpu_variants import VARIANTS
 from machine_code.sass import read_codes
 from places import ROOT
 from small_tournament import LINEARS
@@ -43,22 +44,19 @@ def rehearsed(compiled, host_artifact, cuda_artifact, records_artifact, tmp_path
     """Run both commands in an empty folder without a network. Returns the printed text and the steps of each."""
     place = tmp_path_factory.mktemp("rehearsal")
     folder, root = place / "made", sources(place / "sources")
-    for each in ("small", "wide"):
-        (folder / each).mkdir(parents=True)
+    (folder / "wide").mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:  # archives that are not compressed, to save the time
-        patch.setattr(gpu_make.tarfile, "open", lambda name, mode="r": OPEN(name, mode.replace("w:xz", "w")))
+        patch.setattr(gpu_make, "compressed", Path.open)
+        patch.setattr(gpu_carry.tarfile, "open", lambda name, mode="r": OPEN(name, mode.replace("w:xz", "w")))
         patch.setattr(gpu_carry, "SAMPLE", 1 << 30)
         patch.setattr(gpu_carry, "RECORD", 1 << 30)
-        gpu_make.pack(compiled, folder / "tournament.tar.xz")
+        gpu_make.pack(gpu_make.contents(compiled), folder / "tournament.tar.xz")
         gpu_carry.pack.callback(cuda_artifact, folder / "wide" / "tiles.tar.xz")
         gpu_carry.pack.callback(records_artifact, folder / "wide" / "records.tar.xz")
-        host = with_tokens(host_artifact, place / "host")
-        gpu_make.pack(host, folder / "small" / "tiny-records.tar.xz")
-        shutil.copy(host / EXPECTED, place)
-        cuda = shutil.copytree(cuda_artifact, place / "cuda")
+        host = with_tokens(host_artifact, place / "pairs" / "tiny-records")
+        cuda = shutil.copytree(cuda_artifact, place / "pairs" / "mlp")
         shutil.copy(host / EXPECTED, cuda)
-        gpu_make.pack(cuda, folder / "small" / "mlp.tar.xz")
-    (folder / "small" / "mtp.tar.xz").write_bytes((folder / "small" / "mlp.tar.xz").read_bytes()[:5000])
+        gpu_make.Making(place / "pairs", "sm_90", 0).small(folder / SMALL)
     gpu_make.Making(place, "sm_90", 0).probe(folder / "read_probe.cubin")
     (place / "work" / "wide" / "records").mkdir(parents=True)  # an empty folder is no artifact
 
@@ -88,12 +86,12 @@ def test_both_commands_run_to_their_end_on_the_stand_in_without_a_network(rehear
     wrong = {name: step["status"] for name, step in first.items() if step["status"] != "ok"}
     assert wrong.keys() == {"tournament: prefill"} and "errors, as shares" in wrong["tournament: prefill"], said
     assert first["rounds: compared"]["facts"].keys() == set(LAYOUTS)
+    assert {f"tournament: alone, {variant.name}" for variant in VARIANTS} <= first.keys()  # what gpu_estimate.py reads
     assert {name.split(":")[0] for name in first} == gpu_run.PLANS["A"].keys()
     statuses = {name: step["status"] for name, step in second.items()}
     assert statuses["pairs: tiny-records"] == statuses["prefill: tiles"] == statuses["soak: records"] == "ok", more
     assert statuses["pairs: mlp"].startswith("FAILED: parts at token 0"), more
-    assert statuses["pairs: mtp"].startswith("not run: small/mtp.tar.xz is missing or broken")
-    assert statuses["pairs: kimi"].startswith("not run: small/kimi.tar.xz is missing")
+    assert statuses["pairs: kimi"] == "not run: small.tar.xz has no kimi"
     assert second["soak: records"]["facts"]["rounds"] >= 20
     assert len(list(rehearsed["found"].iterdir())) <= 8
 

@@ -82,6 +82,7 @@ OPTIONS = {
     "epilogue_fusion_user_defined_triton_kernel": False,  # our kernels are launched exactly as they are written
     # as in ExecuTorch's export, since the time of a call is spent in the kernels
     "aot_inductor.compile_wrapper_opt_level": "O0",
+    "aot_inductor.enable_line_tables": False,  # a quarter of a library, with paths of this machine
 }
 
 

@@ -38,7 +38,7 @@ WIDTH = re.compile(r"\.[US]?(8|16|32|64|128|256)\b")
 MATRIX = re.compile(r"[HI]MMA\.(16)(8)(8|16|32)\b|HGMMA\.(64)x(\d+)x(16)")
 ALU = {
     *("BMSK", "F2FP", "FMNMX", "FSEL", "FSETP", "I2FP", "IABS", "IADD3", "IMNMX", "ISETP", "LEA", "LOP3", "P2R"),
-    *("PLOP3", "PRMT", "R2P", "SEL", "SGXT", "SHF", "VIMNMX", "VOTE"),
+    *("PLOP3", "PRMT", "R2P", "SEL", "SGXT", "SHF", "VIADD", "VIADDMNMX", "VIMNMX", "VOTE"),
 }
 """The instructions of the pipe for integers, comparisons and bits, which is 16 lanes wide up to sm_90 ("Arithmetic
 Instructions" of the CUDA C++ Programming Guide: 64 results a cycle and multiprocessor). They may be followed by a dot

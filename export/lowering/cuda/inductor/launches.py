@@ -38,6 +38,9 @@ VIEW = re.compile(r".*\breinterpret_tensor_wrapper\((\w+),.*")
 """Matches a view of a buffer as a kernel's argument; group 1 is the buffer."""
 ONLY_ASKED_FOR = "NEXT"
 """The name of a weight that a kernel does not read: the kernel asks L2 for it, and the next launch reads it."""
+COUNTERS = "ARRIVED"
+"""The name of the counters that all kernels share (``kernels/sums.py``), of which a launch uses a few. Without partial
+sums a kernel takes them as ``PARTS`` too."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,12 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
     elements = _elements(meta, values)
     constants = _constants(known, source)
     weights, buffers = {}, {}
-    read = [argument for name, argument in zip(known["def_args"], arguments, strict=True) if name != ONLY_ASKED_FOR]
-    for name in {VIEW.sub(r"\1", argument) for argument in read if isinstance(argument, str)}:
+    tensors = {
+        name: VIEW.sub(r"\1", argument)
+        for name, argument in zip(known["def_args"], arguments, strict=True)
+        if isinstance(argument, str)
+    }
+    for name in {tensors[each] for each in tensors.keys() - {ONLY_ASKED_FOR}} - {tensors.get(COUNTERS)}:
         if name in V.graph.constants:
             constant = V.graph.constants[name]
             if name in V.graph.mutated_buffers or constants.get("SLOTS") in constant.shape:

@@ -140,13 +140,13 @@ def test_loads_that_never_execute_or_have_loaded_addresses_are_left_out():
 
 @pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
-def test_a_cache_that_a_method_only_reads_is_not_counted_as_a_weight():
+def test_a_cache_that_a_method_only_reads_is_not_counted_as_a_weight_nor_are_counters():
     """The test runs in a process of its own, since it compiles attention before other tests compute with it."""
     done = subprocess.run([sys.executable, GPU_STAND_IN / "reads_alone.py"], stdout=subprocess.PIPE, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     reads = [entry for entry in found["launches"] if cache_reads(entry["constants"], 1)]
     assert reads and all(entry["constants"]["SLOTS"] == found["slots"] for entry in reads)
-    assert sum(entry["weight_bytes"] for entry in reads) < found["bytes"] / 2
+    assert not any(entry["weight_bytes"] for entry in reads)
 
 
 # Upper bounds of the present cost, so that no change increases it. A change that reduces the cost lowers them.
@@ -159,6 +159,15 @@ def test_a_round_launches_no_more_kernels_than_its_limit(cuda_artifact):
     for name, most in LAUNCHES_AT_MOST.items():
         counts = {entry["kernel"]: entry["count"] for entry in recorded[name]["launches"]}
         assert sum(entry["count"] for entry in recorded[name]["launches"]) <= most, counts
+
+
+def test_counters_that_all_matmuls_share_are_counted_with_no_launch(cuda_artifact):
+    recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())[LAUNCHES]
+    entries = [entry for method in (TARGET_VERIFY, DRAFT_DECODE) for entry in recorded[method]["launches"]]
+    for kernel, outputs, bits in (("int4_small_m", ("N0", "N1", "N2"), 4.625), ("_bf16_small_m", ("N",), 16)):
+        of_kernel = [entry for entry in entries if entry["kernel"].startswith(kernel)]
+        sizes = [sum(entry["constants"][name] for name in outputs) * entry["constants"]["K"] for entry in of_kernel]
+        assert [entry["weight_bytes"] for entry in of_kernel] == [size * bits / 8 for size in sizes] and sizes
 
 
 def test_a_kernel_that_spills_is_compiled_again_with_the_free_registers(monkeypatch):
