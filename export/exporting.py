@@ -19,6 +19,7 @@ from eagle3.export.hub.sources import Sources, check_typed, find_sources
 from eagle3.export.output.folder import check_output, refuse_a_second
 from eagle3.export.output.progress import Progress
 from eagle3.runner.system.command import calm_libraries
+from eagle3.runner.system.gpus import ALL, archs_of
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -192,9 +193,13 @@ def with_output(config: ExportConfig) -> ExportConfig:
 
 def output_name(target: str, checkpoint: Path | None, backend: str, cuda_arch: str | None) -> Path:
     """Return TARGET-BACKEND-ARCHITECTURE, a folder in the working folder. For ``auto`` it begins with the checkpoint's
-    own name."""
+    own name. Several architectures have dashes between them; every one that is known is "all"."""
     if cuda_arch is None:
         cuda_arch = BACKENDS[backend].local_arch()
+    elif archs_of(cuda_arch) == archs_of(ALL):
+        cuda_arch = ALL
+    else:
+        cuda_arch = cuda_arch.replace(",", "-")
     if target == "auto" and checkpoint is not None:
         target = own_name(checkpoint)
     return Path("-".join(filter(None, (target, backend, cuda_arch))))

@@ -9,7 +9,7 @@ needs such an instruction, the next configuration is tried.
 """
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._inductor import config as inductor
+from torch._inductor.codecache import CudaKernelParamCache
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import HeuristicType
 from torch._inductor.runtime.triton_heuristics import (
@@ -31,9 +32,32 @@ from triton.backends.nvidia import compiler
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from eagle3.export.lowering.cuda.inductor.card_launches import (
+    CARDS,
+    CardLaunch,
+    Image,
+    launches_by_card,
+    launches_of_images,
+)
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
 from eagle3.export.lowering.cuda.named_gpu.configurations import best, only
-from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages, own_config, plain_config, plain_rows
+from eagle3.export.lowering.cuda.named_gpu.fatbins import (
+    PLAIN_CODE,
+    Fatbins,
+    Packed,
+    common_gpu,
+    retargeted,
+    with_own_images,
+)
+from eagle3.export.lowering.cuda.named_gpu.second_image import (
+    ARCH,
+    OwnImage,
+    SecondImages,
+    own_config,
+    plain_configs,
+    plain_gpu,
+    plain_rows,
+)
 from eagle3.export.patching.patches import all_replaced, environment
 from eagle3.runner.system.gpus import REGISTERS, Gpu
 
@@ -79,13 +103,23 @@ def add_grid(inductor_meta: dict[str, Any], config: Config) -> None:
         grids.append(tiles[0] | {"config": named})
 
 
-class OneConfiguration(CachingAutotunerPlugin):
-    """Compiles each kernel with one configuration that fits ``gpu``, and keeps it instead of a launch: the first that
-    fits for Inductor's own kernels, the one that ``configurations`` chooses for a hand-written kernel. ``images``
-    compiles the second image of a kernel that gets one."""
+def grid_of(inductor_meta: dict[str, Any], config: Config) -> Any:  # noqa: ANN401 - Inductor's expressions
+    """Return the grid of a configuration's tile; None if it does not depend on the configuration."""
+    grids = inductor_meta.get("precomputed_grids", ())
+    return next((grid["cpp"] for grid in grids if config.kwargs.items() <= grid["config"].items()), None)
 
-    def __init__(self, gpu: Gpu, images: SecondImages):
-        self.gpu, self.images = gpu, images
+
+class OneConfiguration(CachingAutotunerPlugin):
+    """Compiles a kernel with one configuration for each of ``gpus``, and keeps it instead of a launch: the first that
+    fits all for Inductor's own kernels, the one that ``configurations`` chooses for a hand-written kernel. All have one
+    grid. ``second`` compiles the second image of a kernel that gets one, ``fatbins`` packs all images; ``cards`` are
+    their launches if they differ."""
+
+    def __init__(self, gpus: Sequence[Gpu], second: SecondImages, fatbins: Fatbins):
+        self.gpus, self.second, self.fatbins = with_own_images(gpus), second, fatbins
+        self.cards: tuple[CardLaunch, ...] = ()
+        self.compiled: dict[str, CompileResult | str] = {}
+        """The kernel for the first GPU by configuration, or why it has none."""
 
     def pre_compile(self, autotuner: CachingAutotuner) -> None:
         if not autotuner.compile_results:
@@ -99,44 +133,113 @@ class OneConfiguration(CachingAutotunerPlugin):
         if not autotuner.launchers:
             autotuner.precompile()
         autotuner.save_gpu_kernel(stream, autotuner.launchers[0])
+        if self.cards:
+            CudaKernelParamCache.cache[autotuner.inductor_meta["kernel_name"]][CARDS] = self.cards
 
     def chosen(self, autotuner: CachingAutotuner) -> CompileResult:
-        """Return the compiled kernel, whose grid is in the metadata. Raises ValueError if no configuration fits."""
-        gpu, second = self.gpu, self.images.wanted(autotuner)
+        """Return the kernel compiled for the first GPU, whose grid is in the metadata; the images for the others are
+        kept. Raises ValueError if no configuration fits."""
+        second = self.second.wanted(autotuner)
         rows = plain_rows(autotuner) if second else 0
+        given = plain_configs(autotuner) if rows else autotuner.configs
+        gpu, *others = self.gpus
+        if others and (
+            autotuner.heuristic_type != HeuristicType.USER_AUTOTUNE
+            or len({str(grid_of(autotuner.inductor_meta, config)) for config in given}) > 1
+        ):
+            gpu = common_gpu(self.gpus)  # all take one configuration, or one grid
+        elif rows and not others:
+            gpu = plain_gpu(gpu)
+        first = self._best(autotuner, given, gpu)
+        own = own_config(autotuner.configs[0] if rows else first.config)
+        image = self.second.compiled(autotuner, first, own) if second else None
+        if image is not None:
+            others = [each for each in others if each is not self.second.gpu]
+        self._keep(autotuner, given, first, others, image and (image, own))
+        add_grid(autotuner.inductor_meta, first.config)
+        return first
+
+    def _keep(
+        self,
+        autotuner: CachingAutotuner,
+        given: list[Config],
+        first: CompileResult,
+        others: list[Gpu],
+        second: tuple[OwnImage, Config] | None,
+    ) -> None:
+        """Keep the images of a kernel beside ``first``, and their launches if they differ."""
+        results = dict.fromkeys(others, first)
+        if autotuner.heuristic_type == HeuristicType.USER_AUTOTUNE:
+            grid = grid_of(autotuner.inductor_meta, first.config)
+            same = [config for config in given if grid_of(autotuner.inductor_meta, config) == grid]
+            results = {gpu: self._best(autotuner, same, gpu) for gpu in others}
+        packed = [
+            Packed("elf", str(gpu.arch), self.fatbins.start(result.kernel, gpu)) for gpu, result in results.items()
+        ]
+        named = {name for each in (first, *results.values()) for name in each.config.kwargs}
+        named |= set(second[1].kwargs) if second else set()
+        constants = autotuner.triton_meta["constants"]
+
+        def launched(warps: int, shared: int, config: Config) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+            values = {name: config.kwargs.get(name, constants.get(name)) for name in sorted(named)}
+            return warps, shared, tuple((name, value) for name, value in values.items() if isinstance(value, int))
+
+        def of(result: CompileResult) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+            return launched(result.kernel.metadata.num_warps, result.kernel.metadata.shared, result.config)
+
+        images = [Image(form, f"sm_{self.gpus[0].arch}", *of(first)) for form in ("sass", "ptx")]
+        images += (Image("sass", f"sm_{gpu.arch}", *of(result)) for gpu, result in results.items())
+        if others and (last := results[others[-1]]).kernel.asm["ptx"] != first.kernel.asm["ptx"]:
+            packed.append(Packed("ptx", str(others[-1].arch), retargeted(last.kernel.asm["ptx"], others[-1])))
+            images.append(Image("ptx", f"sm_{others[-1].arch}", *of(last)))
+        if second:
+            packed.append(Packed("elf", ARCH, second[0].cubin))
+            images.append(Image("sass", f"sm_{ARCH}", *launched(second[0].warps, second[0].shared, second[1])))
+        self.fatbins.keep(first.kernel.asm["cubin"], packed)
+        cards = launches_by_card(images)
+        self.cards = cards if len(cards) > 1 else ()
+
+    def _best(self, autotuner: CachingAutotuner, given: list[Config], gpu: Gpu) -> CompileResult:
+        """Return the kernel compiled for the first GPU with the best of the ``given`` configurations on ``gpu``, by the
+        registers that the code for the first one takes."""
         refusals: list[str] = []
 
         def compiled(config: Config) -> CompileResult | None:
-            try:
-                result = autotuner._precompile_config(plain_config(config, rows))
-            except (OutOfResources, PTXASError) as error:
-                refusals.append(str(error))
-                return None
-            shared = result.kernel.metadata.shared
-            if shared <= gpu.shared_memory_per_block:
-                return result
-            refusals.append(f"{shared} bytes of shared memory, {gpu.name} has {gpu.shared_memory_per_block}")
+            result = self._first(autotuner, config)
+            if not isinstance(result, str):
+                shared = result.kernel.metadata.shared
+                if shared <= gpu.shared_memory_per_block:
+                    return result
+                result = f"{shared} bytes of shared memory, {gpu.name} has {gpu.shared_memory_per_block}"
+            refusals.append(result)
             return None
 
         if autotuner.heuristic_type != HeuristicType.USER_AUTOTUNE:
-            result = next(filter(None, map(compiled, autotuner.configs)), None)
-        elif len(autotuner.configs) > 1:
-            result = best(autotuner.configs, compiled, gpu)
+            result = next(filter(None, map(compiled, given)), None)
+        elif len(given) > 1:
+            result = best(given, compiled, gpu)
         else:
-            (config,) = autotuner.configs
-            result = only(config, compiled, gpu)
+            result = only(given[0], compiled, gpu)
         if result is None:
             name = autotuner.fn.__name__
             raise ValueError(f"no configuration of the kernel {name} fits sm_{gpu.arch}: {refusals[-1]}")
-        if second:
-            self.images.add(autotuner, result, own_config(result.config))
-        add_grid(autotuner.inductor_meta, result.config)
         return result
+
+    def _first(self, autotuner: CachingAutotuner, config: Config) -> CompileResult | str:
+        """Return the kernel compiled for the first GPU, or why it cannot be."""
+        if (known := self.compiled.get(str(config))) is None:
+            try:
+                known = autotuner._precompile_config(config)
+            except (OutOfResources, PTXASError) as error:
+                known = str(error)
+            self.compiled[str(config)] = known
+        return known
 
 
 @contextmanager
-def compiling(gpu: Gpu) -> Iterator[None]:
-    """Make Triton compile plain code for ``gpu``, and Inductor each kernel as ``OneConfiguration`` says."""
+def compiling(first: Gpu, *others: Gpu) -> Iterator[None]:
+    """Make Triton compile plain code for the ``first`` GPU, the one with the lowest architecture, and Inductor each
+    kernel as ``OneConfiguration`` says."""
     make_ttgir, make_llir = compiler.CUDABackend.make_ttgir, compiler.CUDABackend.make_llir
     own_arch = compiler.sm_arch_from_capability
 
@@ -146,10 +249,12 @@ def compiling(gpu: Gpu) -> Iterator[None]:
             f"{TRITON}sm_arch_from_capability": own_arch,
             f"{TRITON}CUDABackend.make_ttgir": staticmethod(make_ttgir),
         }
-        with all_replaced(values), environment({"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-own")}):
+        cache = environment({"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-own")})
+        with PLAIN_CODE, all_replaced(values), cache:
             yield
 
-    images = SecondImages(gpu, own_code)
+    gpus, fatbins = (first, *others), Fatbins()
+    second = SecondImages(gpus, own_code)
 
     def make_plain_llir(
         self: compiler.CUDABackend, src: object, metadata: dict[str, Any], options: object, capability: int
@@ -160,10 +265,11 @@ def compiling(gpu: Gpu) -> Iterator[None]:
         return make_ttgir(mod, metadata, opt, min(capability, LAST_PLAIN))
 
     earlier = driver._active
-    driver.set_active(NamedDriver(gpu))
+    driver.set_active(NamedDriver(first))
     try:
         with (
             registers_kept(),
+            launches_of_images(),
             inductor.patch({"use_static_triton_launcher": False}),  # it would load the kernel on the GPU
             # Triton's cache key does not include the plain architecture, so this code needs a cache of its own.
             environment({"TRITON_CACHE_DIR": str(Path(cache_dir()) / "triton-portable")}),
@@ -172,10 +278,10 @@ def compiling(gpu: Gpu) -> Iterator[None]:
                     f"{TRITON}sm_arch_from_capability": lambda capability: f"sm_{capability}",
                     f"{TRITON}CUDABackend.make_ttgir": staticmethod(make_plain_ttgir),
                     f"{TRITON}CUDABackend.make_llir": make_plain_llir,
-                    f"{INDUCTOR}codegen.cuda.compile_utils._nvcc_arch_as_compile_option": lambda: str(gpu.arch),
+                    f"{INDUCTOR}codegen.cuda.compile_utils._nvcc_arch_as_compile_option": lambda: str(first.arch),
                     f"{INDUCTOR}runtime.triton_helpers.set_driver_to_gpu": lambda: None,
-                    f"{HEURISTICS}get_caching_autotuner_plugins": lambda _autotuner: [OneConfiguration(gpu, images)],
-                    f"{INDUCTOR}codecache.subprocess": SimpleNamespace(**vars(subprocess) | {"run": images.run}),
+                    f"{HEURISTICS}get_caching_autotuner_plugins": lambda _: [OneConfiguration(gpus, second, fatbins)],
+                    f"{INDUCTOR}codecache.subprocess": SimpleNamespace(**vars(subprocess) | {"run": fatbins.run}),
                 }
             ),
         ):

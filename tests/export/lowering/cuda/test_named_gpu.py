@@ -31,6 +31,7 @@ from eagle3.export.lowering.cuda.named_gpu.choices import MORE, Tile, choices, n
 from eagle3.export.lowering.cuda.named_gpu.compiling import OneConfiguration, compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import groups, usage
 from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device, operators
+from eagle3.export.lowering.cuda.named_gpu.fatbins import Fatbins
 from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, on_named_gpu, weights_on_host
 from eagle3.runner.system.gpus import BY_ARCH
@@ -105,7 +106,7 @@ def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: Heu
     def compile_one(config: Config) -> SimpleNamespace:
         shared, spilled = compiled[str(config)]
         metadata = SimpleNamespace(shared=shared, num_warps=config.num_warps)
-        kernel = SimpleNamespace(metadata=metadata, asm={"cubin": (32, spilled)})
+        kernel = SimpleNamespace(metadata=metadata, asm={"cubin": (32, spilled), "ptx": ""})
         return SimpleNamespace(kernel=kernel, config=config)
 
     return SimpleNamespace(
@@ -121,7 +122,8 @@ def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: Heu
 def chosen(arch: str, *args) -> tuple[Config, list[dict]]:
     one = tuner(*args)
     with patch("eagle3.export.lowering.cuda.named_gpu.configurations.usage", lambda cubin: cubin):
-        result = OneConfiguration(BY_ARCH[arch], SecondImages(BY_ARCH[arch], nullcontext)).chosen(one)
+        gpus = [BY_ARCH[arch]]
+        result = OneConfiguration(gpus, SecondImages(gpus, nullcontext), Fatbins()).chosen(one)
     return result.config, one.inductor_meta["precomputed_grids"]
 
 
