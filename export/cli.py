@@ -160,7 +160,7 @@ HEADINGS = {
 @click.option(
     "--cuda-arch",
     type=Architectures(),
-    help="The GPUs to compile for, with commas between them, or all. Default: this machine's.",
+    help="The GPUs to compile for, with commas between them. Default: this machine's, or all without one.",
 )
 @click.option(
     "--chain-len", type=click.IntRange(1, LONGEST_CHAIN), help="Draft tokens a round. Default: the head's own number."

@@ -113,13 +113,13 @@ def multiprocessors() -> int:
 
 def even_programs(together: int, matmul: str) -> int:
     """Return the number of programs among which a matmul is shared evenly, ``together`` on each multiprocessor. Of
-    several GPUs it fills the one that lets the one that loses most lose the least. ``matmul`` names it in notes."""
+    several GPUs it fills the one with which all together lose the least. ``matmul`` names it in notes."""
     at_a_time = {arch: together * count for arch, count in _MADE_FOR[-1].counts.items()}
 
     def times(programs: int) -> dict[str, float]:
         return {arch: triton.cdiv(programs, most) * most / programs for arch, most in at_a_time.items()}
 
-    found = min(sorted(set(at_a_time.values()), reverse=True), key=lambda programs: max(times(programs).values()))
+    found = min(sorted(set(at_a_time.values()), reverse=True), key=lambda programs: sum(times(programs).values()))
     note_given_up(f"even shares of {matmul}", times(found))
     return found
 
@@ -134,8 +134,8 @@ def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
     that the order of the sum is fixed. Unless ``whole``, there are no whole tiles on any GPU.
 
     It minimizes the time if ``TOGETHER`` programs run on a multiprocessor, all programs that fit start together, and a
-    wave of them costs as much as ``STARTING`` blocks. K is divided only if that gains more than ``GAIN``. Of several
-    GPUs, the one that loses most against its own best division loses the least.
+    wave of them costs as much as ``STARTING`` blocks. K is divided only if that gains more than ``GAIN``. Several GPUs
+    together lose the least against the best division of each.
     """
     made_for = _MADE_FOR[-1]
     tiles = triton.cdiv(n, block_n)
@@ -151,12 +151,13 @@ def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
     wholes = dict.fromkeys((0, tiles // at_a_time * at_a_time if whole and made_for.whole_tiles else 0))
     counts = range(1, min(blocks, MOST_PARTS) + 1)
     divisions = [Division(whole, parts) for whole in wholes for parts in counts]
-    least = {count: min(cost(division, count) for division in divisions) for count in made_for.counts.values()}
-    found = min(divisions, key=lambda division: max(cost(division, count) / most for count, most in least.items()))
-    note_given_up(
-        f"division of {n} outputs, {blocks} blocks of K",
-        {arch: cost(found, count) / least[count] for arch, count in made_for.counts.items()},
-    )
+    least = {arch: min(cost(each, count) for each in divisions) for arch, count in made_for.counts.items()}
+
+    def times(division: Division) -> dict[str, float]:
+        return {arch: cost(division, count) / least[arch] for arch, count in made_for.counts.items()}
+
+    found = min(divisions, key=lambda division: sum(times(division).values()))
+    note_given_up(f"division of {n} outputs, {blocks} blocks of K", times(found))
     return found
 
 

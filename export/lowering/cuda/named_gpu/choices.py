@@ -136,8 +136,8 @@ def nanoseconds(tile: Tile, sizes: tuple[int, int, int, int], itemsize: int, gpu
 
 
 def ranked(choices: list[TritonTemplateCaller], gpus: Sequence[Gpu]) -> dict[TritonTemplateCaller, float]:
-    """Map the templates of one matmul to their estimated times. With several GPUs that is the longest of their times,
-    each as a multiple of that GPU's shortest."""
+    """Map the templates of one matmul to their estimated times. With several GPUs that is the sum of their times, each
+    as a multiple of that GPU's shortest."""
     hint = V.graph.sizevars.optimization_hint
     left, right = choices[0].input_nodes[-2:]
     *batch, m, n = (hint(size) for size in choices[0].layout.size)
@@ -148,7 +148,7 @@ def ranked(choices: list[TritonTemplateCaller], gpus: Sequence[Gpu]) -> dict[Tri
     if len(times) == 1:
         return times[0]
     lost = {choice: [each[choice] / min(each.values()) for each in times] for choice in choices}
-    best = min(choices, key=lambda choice: max(lost[choice]))
+    best = min(choices, key=lambda choice: sum(lost[choice]))
     named = dict(zip((f"sm_{gpu.arch}" for gpu in gpus), lost[best], strict=True))
     note_given_up(f"template of {m} x {n} x {sizes[3]}", named)
-    return {choice: max(each) for choice, each in lost.items()}
+    return {choice: sum(each) for choice, each in lost.items()}

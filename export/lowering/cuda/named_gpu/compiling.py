@@ -46,6 +46,7 @@ from eagle3.export.lowering.cuda.named_gpu.fatbins import (
     Fatbins,
     Packed,
     common_gpu,
+    on_card,
     retargeted,
     with_own_images,
 )
@@ -168,14 +169,14 @@ class OneConfiguration(CachingAutotunerPlugin):
         second: tuple[OwnImage, Config] | None,
     ) -> None:
         """Keep the images of a kernel beside ``first``, and their launches if they differ."""
-        results = dict.fromkeys(others, first)
         if autotuner.heuristic_type == HeuristicType.USER_AUTOTUNE:
             grid = grid_of(autotuner.inductor_meta, first.config)
             same = [config for config in given if grid_of(autotuner.inductor_meta, config) == grid]
             results = {gpu: self._best(autotuner, same, gpu) for gpu in others}
-        packed = [
-            Packed("elf", str(gpu.arch), self.fatbins.start(result.kernel, gpu)) for gpu, result in results.items()
-        ]
+            packed = [Packed("elf", str(gpu.arch), result.kernel.asm["cubin"]) for gpu, result in results.items()]
+        else:
+            results = dict.fromkeys(others, first)
+            packed = [Packed("elf", str(gpu.arch), self.fatbins.start(first.kernel, gpu)) for gpu in others]
         named = {name for each in (first, *results.values()) for name in each.config.kwargs}
         named |= set(second[1].kwargs) if second else set()
         constants = autotuner.triton_meta["constants"]
@@ -200,18 +201,22 @@ class OneConfiguration(CachingAutotunerPlugin):
         self.cards = cards if len(cards) > 1 else ()
 
     def _best(self, autotuner: CachingAutotuner, given: list[Config], gpu: Gpu) -> CompileResult:
-        """Return the kernel compiled for the first GPU with the best of the ``given`` configurations on ``gpu``, by the
-        registers that the code for the first one takes."""
+        """Return the kernel compiled for ``gpu`` with the best of the ``given`` configurations."""
         refusals: list[str] = []
 
         def compiled(config: Config) -> CompileResult | None:
             result = self._first(autotuner, config)
-            if not isinstance(result, str):
-                shared = result.kernel.metadata.shared
-                if shared <= gpu.shared_memory_per_block:
-                    return result
-                result = f"{shared} bytes of shared memory, {gpu.name} has {gpu.shared_memory_per_block}"
-            refusals.append(result)
+            if isinstance(result, str):
+                refusals.append(result)
+            elif (shared := result.kernel.metadata.shared) > gpu.shared_memory_per_block:
+                refusals.append(f"{shared} bytes of shared memory, {gpu.name} has {gpu.shared_memory_per_block}")
+            elif gpu.arch == self.gpus[0].arch:
+                return result
+            else:
+                try:
+                    return on_card(result, gpu)
+                except PTXASError as error:
+                    refusals.append(str(error))
             return None
 
         if autotuner.heuristic_type != HeuristicType.USER_AUTOTUNE:

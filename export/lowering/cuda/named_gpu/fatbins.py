@@ -15,8 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from torch._inductor.runtime.triton_heuristics import CompileResult
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
@@ -69,6 +71,12 @@ def assembled(kernel: Any, gpu: Gpu) -> bytes:  # noqa: ANN401 - a kernel as Tri
     target = GPUTarget("cuda", gpu.arch, 32)
     with PLAIN_CODE:
         return CUDABackend(target).make_cubin(kernel.asm["ptx"], {}, kernel.metadata, gpu.arch)
+
+
+def on_card(first: CompileResult, gpu: Gpu) -> Any:  # noqa: ANN401 - with the fields of Inductor's CompileResult
+    """Return a kernel that was compiled for an earlier GPU as it is compiled for ``gpu``. Raises PTXASError."""
+    asm = {"ptx": first.kernel.asm["ptx"], "cubin": assembled(first.kernel, gpu)}
+    return SimpleNamespace(kernel=SimpleNamespace(metadata=first.kernel.metadata, asm=asm), config=first.config)
 
 
 class Fatbins:

@@ -89,7 +89,7 @@ def _maximum(x, y, n: triton.language.constexpr):
 
 
 @without_gpu
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_87", "sm_90", "sm_100", "sm_110", "sm_121"])
 def test_triton_compiles_for_the_named_gpu_code_that_later_ones_run_too(arch):
     """Code is not for sm_90a, whose PTX is for that architecture alone. Unpatched, Triton's LLVM ends the process for
     a maximum over a warp on sm_100."""
