@@ -152,7 +152,7 @@ def with_library(changed: Callable[[bytes], bytes], call: Fault = prefill) -> Fa
 
 def launches_of_another_card(library: bytes) -> bytes:
     """Return a library whose tables have no launch for GPUs after sm_90, which then take the one of sm_90."""
-    table = re.compile(re.escape(struct.pack("<i", 90)) + b".{8}" + re.escape(struct.pack("<i", 91)), re.DOTALL)
+    table = re.compile(re.escape(struct.pack("<i", 90)) + b".{12}" + re.escape(struct.pack("<i", 91)), re.DOTALL)
     return table.sub(lambda found: found[0][:-4] + struct.pack("<i", 1000), library)
 
 

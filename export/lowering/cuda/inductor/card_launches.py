@@ -1,8 +1,8 @@
 """Launches a kernel with the threads and the shared memory of the image that the GPU takes.
 
-A fatbin has images for several GPUs. Their grid and arguments are the same, but an image may have a number of warps and
-a size of shared memory of its own. AOTInductor's C++ has one number for each. Here it gets a table by compute
-capability if the images differ; the largest of all would not do, since smaller GPUs refuse it.
+A fatbin has images for several GPUs. Their arguments are the same, but an image may have a number of warps, a size of
+shared memory and, along K, a number of programs of its own. AOTInductor's C++ has one number for each. Here it gets a
+table by compute capability if the images differ; the largest of all would not do, since smaller GPUs refuse it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ CARDS = "cards"
 HELPERS = """
             #include <atomic>
 
-            struct CardLaunch { int first; uint32_t warps, shared; };
+            struct CardLaunch { int first; uint32_t warps, shared, parts; };
 
             template <size_t N>
             static inline const CardLaunch& launchOn(const CardLaunch (&cards)[N], int32_t device) {
@@ -52,13 +52,15 @@ HELPERS = """
 
 class Image(NamedTuple):
     """An image of a kernel: its form ("sass" or "ptx"), its architecture, such as "sm_90a", its launch (warps, bytes
-    of dynamic shared memory), and the constants of its configuration, (name, value)."""
+    of dynamic shared memory), the constants of its configuration, (name, value), and the last axis of its grid; 0: that
+    of the launch."""
 
     form: str
     arch: str
     warps: int
     shared: int
     constants: tuple[tuple[str, int], ...] = ()
+    parts: int = 0
 
 
 class CardLaunch(NamedTuple):
@@ -68,11 +70,12 @@ class CardLaunch(NamedTuple):
     warps: int
     shared: int
     constants: tuple[tuple[str, int], ...] = ()
+    parts: int = 0
 
     def record(self) -> dict[str, Any]:
         """Return the entry of ``export.json``, which ``gpus.launch_on`` reads."""
         taken = {"threads": 32 * self.warps, "shared_bytes": self.shared}
-        return {"first": self.first, **taken, "constants": dict(self.constants)}
+        return {"first": self.first, **taken, "constants": dict(self.constants), "parts": self.parts}
 
 
 def taken(images: Sequence[Image], capability: int) -> Image | None:
@@ -109,9 +112,10 @@ def launches_of_images() -> Iterator[None]:
         self: DeferredTritonCallWrapper, prefix: IndentedBuffer, kernel: str, params: Mapping[str, Any]
     ) -> None:
         if CARDS in params:
-            cards = ", ".join(f"{{{card.first}, {card.warps}, {card.shared}}}" for card in params[CARDS])
+            cards = ", ".join(f"{{{each.first}, {each.warps}, {each.shared}, {each.parts}}}" for each in params[CARDS])
             prefix.writeline(f"static constexpr CardLaunch cards_[] = {{{cards}}};")
             prefix.writeline("const auto& card_ = launchOn(cards_, device_idx_);")
+            prefix.writeline("if (card_.parts) grid_2 = card_.parts;")
         load(self, prefix, kernel, _of_card(params))
 
     def launch_own(

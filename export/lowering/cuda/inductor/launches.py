@@ -156,10 +156,10 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
             shape = [_counted(size, rows) for size in buffer.get_size()]
             buffers[name] = _bytes(shape, buffer.get_dtype(), elements)
     cards = known.get(CARDS, ())
-    warps, shared, own = cards[0][1:] if cards else (known["num_warps"], known["shared_mem"], ())
+    warps, shared, own, parts = cards[0][1:] if cards else (known["num_warps"], known["shared_mem"], (), 0)
     launch = Launch(
         kernel,
-        (int(x), int(y), int(z)),
+        (int(x), int(y), parts or int(z)),
         warps * WARP,
         shared,
         sum(weights.values()),

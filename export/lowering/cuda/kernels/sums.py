@@ -19,7 +19,7 @@ and of the product are each rounded to bfloat16, as PyTorch and Inductor's kerne
 latter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -134,31 +134,49 @@ def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
     that the order of the sum is fixed. Unless ``whole``, there are no whole tiles on any GPU.
 
     It minimizes the time if ``TOGETHER`` programs run on a multiprocessor, all programs that fit start together, and a
-    wave of them costs as much as ``STARTING`` blocks. K is divided only if that gains more than ``GAIN``. Several GPUs
-    together lose the least against the best division of each.
+    wave of them costs as much as ``STARTING`` blocks. K is divided only if that gains more than ``GAIN``. Of several
+    GPUs each has parts of its own (``parts_on``); their most are returned, for which there is memory.
     """
     made_for = _MADE_FOR[-1]
-    tiles = triton.cdiv(n, block_n)
+    own = {
+        arch: best_division(triton.cdiv(n, block_n), blocks, TOGETHER * count, whole and made_for.whole_tiles)
+        for arch, count in made_for.counts.items()
+    }
+    if len(own) == 1 or made_for.whole_tiles:
+        return next(iter(own.values()))
+    _PARTS[n, blocks] = {arch: found.parts for arch, found in own.items()}
+    return Division(0, max(_PARTS[n, blocks].values()))
 
-    def cost(division: Division, count: int) -> float:
-        at_a_time = TOGETHER * count
+
+def best_division(tiles: int, blocks: int, at_a_time: int, whole_tiles: bool) -> Division:
+    """Return the division that costs the least if ``at_a_time`` programs run at a time."""
+
+    def cost(division: Division) -> float:
         rest = triton.cdiv((tiles - division.whole) * division.parts, at_a_time)
         rounds = division.whole // at_a_time
         blocks_long = rounds * (blocks + STARTING) + rest * (triton.cdiv(blocks, division.parts) + STARTING)
         return blocks_long * (GAIN if division.parts > 1 else 1)
 
-    at_a_time = TOGETHER * multiprocessors()
-    wholes = dict.fromkeys((0, tiles // at_a_time * at_a_time if whole and made_for.whole_tiles else 0))
+    wholes = dict.fromkeys((0, tiles // at_a_time * at_a_time if whole_tiles else 0))
     counts = range(1, min(blocks, MOST_PARTS) + 1)
-    divisions = [Division(whole, parts) for whole in wholes for parts in counts]
-    least = {arch: min(cost(each, count) for each in divisions) for arch, count in made_for.counts.items()}
+    return min((Division(whole, parts) for whole in wholes for parts in counts), key=cost)
 
-    def times(division: Division) -> dict[str, float]:
-        return {arch: cost(division, count) / least[arch] for arch, count in made_for.counts.items()}
 
-    found = min(divisions, key=lambda division: sum(times(division).values()))
-    note_given_up(f"division of {n} outputs, {blocks} blocks of K", times(found))
-    return found
+_PARTS: dict[tuple[int, int], dict[str, int]] = {}
+"""By the outputs and the blocks of K of a matmul that is divided for several GPUs, the parts of a tile on each."""
+
+
+def parts_on(arch: str, constants: Mapping[str, Any]) -> int | None:
+    """Return the parts of a tile on one of several GPUs, of the kernel with these constants; None if they are no other
+    than the constant says. A kernel writes and adds no more sums than its constant SPLITS and its grid say."""
+    if not constants.get("SPLITS") or constants.get("WHOLE") or "BLOCK_K" not in constants:
+        return None
+    n = constants.get("N") or sum(constants.get(name, 0) for name in ("N0", "N1", "N2"))
+    blocks = triton.cdiv(constants["K"], constants["BLOCK_K"])
+    for (outputs, of_k), parts in _PARTS.items():
+        if of_k == blocks and n <= outputs < n + 128 and max(parts.values()) == constants["SPLITS"]:
+            return parts.get(arch)
+    return None
 
 
 GIVEN_UP: dict[str, dict[str, float]] = {}

@@ -11,6 +11,7 @@ needs such an instruction, the next configuration is tried.
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ from eagle3.export.lowering.cuda.inductor.card_launches import (
     launches_of_images,
 )
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
+from eagle3.export.lowering.cuda.kernels.sums import parts_on
 from eagle3.export.lowering.cuda.named_gpu.configurations import best, only
 from eagle3.export.lowering.cuda.named_gpu.fatbins import (
     PLAIN_CODE,
@@ -65,6 +67,8 @@ from eagle3.runner.system.gpus import REGISTERS, Gpu
 TRITON, INDUCTOR = "triton.backends.nvidia.compiler.", "torch._inductor."
 HEURISTICS = f"{INDUCTOR}runtime.triton_heuristics."
 
+SPLITS = "SPLITS"
+"""The constant of a matmul's kernel: the programs that K of a tile is divided among, the last axis of its grid."""
 LAST_PLAIN = 89  # the last architecture whose matrix instructions every later one has
 
 
@@ -94,31 +98,43 @@ class NamedDriver:
         return torch.device("cuda", 0)
 
 
+def grids_of(inductor_meta: dict[str, Any], config: Config) -> list[dict[str, Any]]:
+    """Return the entries of a kernel's metadata with the grid of a configuration's tile."""
+    tile = {name: value for name, value in config.kwargs.items() if name != SPLITS}.items()
+    return [grid for grid in inductor_meta.get("precomputed_grids", ()) if tile <= grid["config"].items()]
+
+
 def add_grid(inductor_meta: dict[str, Any], config: Config) -> None:
     """Add a configuration's grid to a kernel's metadata. A configuration with other warps or stages has the grid of the
     same tile."""
-    grids = inductor_meta.get("precomputed_grids", ())
-    named = config_to_dict(config)
-    tiles = [grid for grid in grids if config.kwargs.items() <= grid["config"].items()]
-    if tiles and all(grid["config"] != named for grid in grids):
-        grids.append(tiles[0] | {"config": named})
+    tiles, named = grids_of(inductor_meta, config), config_to_dict(config)
+    if tiles and all(grid["config"] != named for grid in inductor_meta["precomputed_grids"]):
+        inductor_meta["precomputed_grids"].append(tiles[0] | {"config": named})
+
+
+def with_constants(config: Config, constants: dict[str, int]) -> Config:
+    """Return a configuration with other constants."""
+    other = copy(config)
+    other.kwargs = config.kwargs | constants
+    return other
 
 
 def grid_of(inductor_meta: dict[str, Any], config: Config) -> Any:  # noqa: ANN401 - Inductor's expressions
     """Return the grid of a configuration's tile; None if it does not depend on the configuration."""
-    grids = inductor_meta.get("precomputed_grids", ())
-    return next((grid["cpp"] for grid in grids if config.kwargs.items() <= grid["config"].items()), None)
+    return next((grid["cpp"] for grid in grids_of(inductor_meta, config)), None)
 
 
 class OneConfiguration(CachingAutotunerPlugin):
     """Compiles a kernel with one configuration for each of ``gpus``, and keeps it instead of a launch: the first that
     fits all for Inductor's own kernels, the one that ``configurations`` chooses for a hand-written kernel. All have one
-    grid. ``second`` compiles the second image of a kernel that gets one, ``fatbins`` packs all images; ``cards`` are
-    their launches if they differ."""
+    grid, but for a matmul's own parts of K. ``second`` compiles the second image of a kernel that gets one, ``fatbins``
+    packs all images; ``cards`` are their launches if they differ."""
 
     def __init__(self, gpus: Sequence[Gpu], second: SecondImages, fatbins: Fatbins):
-        self.gpus, self.second, self.fatbins = with_own_images(gpus), second, fatbins
+        self.gpus, self.second, self.fatbins = gpus, second, fatbins
         self.cards: tuple[CardLaunch, ...] = ()
+        self.parts: dict[Gpu, int | None] = {}
+        """The parts of K of a matmul on each GPU of a list; None: as its constant says."""
         self.compiled: dict[str, CompileResult | str] = {}
         """The kernel for the first GPU by configuration, or why it has none."""
 
@@ -143,12 +159,15 @@ class OneConfiguration(CachingAutotunerPlugin):
         second = self.second.wanted(autotuner)
         rows = plain_rows(autotuner) if second else 0
         given = plain_configs(autotuner) if rows else autotuner.configs
-        gpu, *others = self.gpus
+        constants = autotuner.triton_meta["constants"]
+        self.parts = {gpu: parts_on(f"sm_{gpu.arch}", constants) for gpu in self.gpus if len(self.gpus) > 1}
+        gpu, *others = with_own_images(self.gpus, self.parts)
         if others and (
             autotuner.heuristic_type != HeuristicType.USER_AUTOTUNE
             or len({str(grid_of(autotuner.inductor_meta, config)) for config in given}) > 1
         ):
             gpu = common_gpu(self.gpus)  # all take one configuration, or one grid
+            self.parts = {}
         elif rows and not others:
             gpu = plain_gpu(gpu)
         first = self._best(autotuner, given, gpu)
@@ -181,11 +200,12 @@ class OneConfiguration(CachingAutotunerPlugin):
         named |= set(second[1].kwargs) if second else set()
         constants = autotuner.triton_meta["constants"]
 
-        def launched(warps: int, shared: int, config: Config) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+        def launched(warps: int, shared: int, config: Config) -> tuple[int, int, tuple[tuple[str, int], ...], int]:
             values = {name: config.kwargs.get(name, constants.get(name)) for name in sorted(named)}
-            return warps, shared, tuple((name, value) for name, value in values.items() if isinstance(value, int))
+            kept = tuple((name, value) for name, value in values.items() if isinstance(value, int))
+            return warps, shared, kept, config.kwargs.get(SPLITS, 0)
 
-        def of(result: CompileResult) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+        def of(result: CompileResult) -> tuple[int, int, tuple[tuple[str, int], ...], int]:
             return launched(result.kernel.metadata.num_warps, result.kernel.metadata.shared, result.config)
 
         images = [Image(form, f"sm_{self.gpus[0].arch}", *of(first)) for form in ("sass", "ptx")]
@@ -203,6 +223,8 @@ class OneConfiguration(CachingAutotunerPlugin):
     def _best(self, autotuner: CachingAutotuner, given: list[Config], gpu: Gpu) -> CompileResult:
         """Return the kernel compiled for ``gpu`` with the best of the ``given`` configurations."""
         refusals: list[str] = []
+        if (parts := self.parts.get(gpu)) is not None:
+            given = [with_constants(config, {SPLITS: parts}) for config in given]
 
         def compiled(config: Config) -> CompileResult | None:
             result = self._first(autotuner, config)

@@ -10,7 +10,7 @@ a GPU that no machine code is for compiles the latest PTX that it may.
 import hashlib
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -43,12 +43,14 @@ class Packed(NamedTuple):
     data: "bytes | Future[bytes]"
 
 
-def with_own_images(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Return the GPUs that get an image of their own; each other one runs the image of one before it."""
+def with_own_images(gpus: Sequence[Gpu], parts: Mapping[Gpu, int | None]) -> list[Gpu]:
+    """Return the GPUs that get an image of their own; each other one runs the image of one before it, which divides K
+    into as many ``parts``."""
     own: list[Gpu] = []
     for gpu in gpus:
         if not any(
             runs_on("sass", f"sm_{before.arch}", gpu.capability)
+            and parts.get(before) == parts.get(gpu)
             and all(getattr(before, limit) == getattr(gpu, limit) for limit in LIMITS)
             for before in own
         ):
