@@ -21,7 +21,7 @@ from eagle3.export.draft.kinds import DIALECTS, EAGLE3, KINDS
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE
 from eagle3.runner.contract import EXPORT_RECORD
 from eagle3.runner.system.command import NameChoice, OneLineFailures, tell, version_option
-from eagle3.runner.system.gpus import BY_ARCH
+from eagle3.runner.system.gpus import ALL, BY_ARCH, archs_of
 from eagle3.targets import TARGETS
 
 RECIPES = list(dict.fromkeys(recipe for backend in BACKENDS.values() for recipe in backend.recipes))
@@ -33,10 +33,22 @@ Examples:
   eagle3-export --target-model gemma4-31B --dry-run
   eagle3-export --target-model gemma4-31B --cuda-arch sm_90 --download
   eagle3-export --target-model gemma4-31B --cuda-arch sm_90 --int4-layout records
+  eagle3-export --target-model gemma4-31B --cuda-arch sm_80,sm_90,sm_120
   eagle3-export --checkpoint Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3 --backend xnnpack --qlinear 8da4w
   eagle3-export --target-model gemma4-31B --random-weights --layers 6 --cuda-arch sm_90
   eagle3-export --target-model llama3.1-8B --checkpoint my-llama --draft 2 --output-dir out
 """
+
+
+class Architectures(NameChoice):
+    """Architectures with commas between them, or "all"; a value is what ``ExportConfig.cuda_arch`` takes."""
+
+    def __init__(self) -> None:
+        super().__init__([*BY_ARCH, ALL])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ANN401 - click's
+        named = [super(Architectures, self).convert(name.strip(), param, ctx) for name in str(value).split(",")]
+        return ",".join(archs_of(ALL if ALL in named else ",".join(named)))
 
 
 def _list_targets(as_json: bool) -> None:
@@ -145,7 +157,11 @@ HEADINGS = {
     show_default=True,
     help="; ".join(f"{name} is {backend.summary}" for name, backend in BACKENDS.items()) + ".",
 )
-@click.option("--cuda-arch", type=NameChoice(list(BY_ARCH)), help="The GPU to compile for. Default: this machine's.")
+@click.option(
+    "--cuda-arch",
+    type=Architectures(),
+    help="The GPUs to compile for, with commas between them. Default: this machine's, or all without one.",
+)
 @click.option(
     "--chain-len", type=click.IntRange(1, LONGEST_CHAIN), help="Draft tokens a round. Default: the head's own number."
 )

@@ -19,6 +19,7 @@ from eagle3.export.hub.sources import Sources, check_typed, find_sources
 from eagle3.export.output.folder import check_output, refuse_a_second
 from eagle3.export.output.progress import Progress
 from eagle3.runner.system.command import calm_libraries
+from eagle3.runner.system.gpus import ALL, archs_of
 from eagle3.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -148,8 +149,6 @@ def _checked(config: ExportConfig, sources: Sources, progress: Progress, twin: T
         for warning in (*plan.warnings, *sources.without_tokenizer(plan.checkpoint)):
             progress.say(f"Warning: {warning}")
         if config.dry_run:  # its plan may be for another machine
-            with progress.warned_of(ValueError):
-                check_arch(config)
             with progress.warned_of(OSError):
                 sources.check_disk()
         twin = preflight(plan, progress)
@@ -167,19 +166,20 @@ def settled(config: ExportConfig) -> ExportConfig:
     check_names(config)
     check_flags(config)
     check_typed(config)
-    config = with_output(config)
+    config = with_output(with_arch(config))
     check_output(config.folder, config.overwrite)
     if not config.dry_run:
-        check_arch(config)
         refuse_a_second(config.folder)
     return config
 
 
-def check_arch(config: ExportConfig) -> None:
-    """Raise ValueError if the backend needs a GPU's architecture, none is given, and this machine has no GPU."""
+def with_arch(config: ExportConfig) -> ExportConfig:
+    """Return the flags with every known architecture, if the backend needs one, none is given, and this machine has no
+    GPU to take it from."""
     backend = BACKENDS[config.backend]
-    if backend.gpu is not None and config.cuda_arch is None and backend.local_arch() is None:
-        raise ValueError("there is no GPU to take the architecture from: type --cuda-arch sm_90 (or another)")
+    if backend.gpu is None or config.cuda_arch is not None or backend.local_arch() is not None:
+        return config
+    return replace(config, cuda_arch=",".join(archs_of(ALL)))
 
 
 def with_output(config: ExportConfig) -> ExportConfig:
@@ -192,9 +192,13 @@ def with_output(config: ExportConfig) -> ExportConfig:
 
 def output_name(target: str, checkpoint: Path | None, backend: str, cuda_arch: str | None) -> Path:
     """Return TARGET-BACKEND-ARCHITECTURE, a folder in the working folder. For ``auto`` it begins with the checkpoint's
-    own name."""
+    own name. Several architectures have dashes between them; every one that is known is "all"."""
     if cuda_arch is None:
         cuda_arch = BACKENDS[backend].local_arch()
+    elif archs_of(cuda_arch) == archs_of(ALL):
+        cuda_arch = ALL
+    else:
+        cuda_arch = cuda_arch.replace(",", "-")
     if target == "auto" and checkpoint is not None:
         target = own_name(checkpoint)
     return Path("-".join(filter(None, (target, backend, cuda_arch))))

@@ -212,6 +212,12 @@ PATCHES: dict[str, Patch] = {
     **_group("nothing is loaded or launched", "torch._inductor.runtime.triton_helpers.set_driver_to_gpu"),
     **_group("a matmul's fatbin for sm_90 gets code for sm_90a as well", "torch._inductor.codecache.subprocess"),
     **_group(
+        "each image of a kernel is launched with its own warps and shared memory",
+        "generate_load_kernel",
+        "generate_launch_kernel",
+        prefix="torch._inductor.codegen.cpp_wrapper_gpu.DeferredTritonCallWrapper.",
+    ),
+    **_group(
         "a configuration's limit of registers is kept, without which fewer programs fit on a multiprocessor",
         "CachingAutotuner._create_compile_options",
         "config_to_dict",

@@ -15,6 +15,7 @@ from typing import Any
 
 from eagle3.runner.artifact.cuda_weights import CudaWeight, WeightTable
 from eagle3.runner.artifact.elf import DAMAGED, Elf
+from eagle3.runner.system.gpus import BY_ARCH
 
 CUDA_BACKEND = "CudaBackend"
 """ExecuTorch's name of the backend."""
@@ -52,6 +53,7 @@ def cuda_details(name: str, tables: dict[str, list[WeightTable]], read: Callable
     return {
         "library": extent([len(blob) for blob in blobs]),
         "architectures": architectures(kernels),
+        "serves": served(fatbin_entries(fatbin) for _, fatbin in kernels),
         "kernels": {kind: _kernels(members) for kind, members in _sorted_into(KERNEL_KINDS, kernels).items()},
         "symbols": {
             family: [symbol for (symbol,) in members]
@@ -191,17 +193,33 @@ def images_of(what: str, code: bytes, arch: str | None) -> list[tuple[str, str]]
         raise ValueError(f"{what} is no fatbin ({error}): export it again") from error
 
 
+TEGRA = 8, 7
+"""The compute capability of Jetson Orin, whose major version desktop GPUs have too."""
+
+
 def runs_on(form: str, arch: str, capability: tuple[int, int]) -> bool:
     """Return True if a GPU of this compute capability runs code of this form and architecture.
 
-    SASS runs on GPUs of the same major version and the same or a later minor version; PTX runs on every later GPU.
-    ``sm_90a`` runs on that architecture alone, ``sm_100f`` on its family.
+    SASS runs on GPUs of the same major version and the same or a later minor version, but SASS for ``TEGRA``, and any
+    on it, on its own version alone (NVIDIA's CUDA C++ Programming Guide, "Binary Compatibility"). PTX runs on every
+    later GPU. ``sm_90a`` runs on that architecture alone, ``sm_100f`` on its family.
     """
     found = re.fullmatch(r"sm_(\d+)([af]?)", arch)
     if found is None:
         raise ValueError(f"{arch!r} is no architecture such as sm_90")
     number, variant = found.groups()
     made_for = int(number[:-1]), int(number[-1])
-    if variant == "a":
+    if variant == "a" or form == "sass" and TEGRA in (made_for, capability):
         return made_for == capability
     return made_for <= capability and (form == "ptx" and not variant or made_for[0] == capability[0])
+
+
+def served(kernels: Iterable[Iterable[tuple[str, str]]]) -> list[str]:
+    """Return the known architectures whose GPUs run every kernel. ``kernels``: (form, architecture) of the images of
+    each."""
+    distinct = {frozenset(images) for images in kernels}
+    return [
+        arch
+        for arch, gpu in BY_ARCH.items()
+        if all(any(runs_on(*image, gpu.capability) for image in images) for images in distinct)
+    ]

@@ -193,13 +193,14 @@ def _kernels_table(cuda: dict[str, dict[str, Any]]) -> "Table":
     rows = (
         (
             name,
+            " ".join(arch.removeprefix("sm_") for arch in facts["serves"]),
             *(_counts(facts["architectures"][form]) for form in ("sass", "ptx")),
             *(facts["kernels"][kind]["count"] for kind in kinds),
         )
         for name, facts in cuda.items()
     )
-    columns = ("method", "SASS (kernels)", "PTX (kernels)", *(kind.replace("_", " ") for kind in kinds))
-    return table("CUDA kernels, each once", columns, rows, numbers=columns[3:])
+    columns = ("method", "runs on sm_", "SASS (kernels)", "PTX (kernels)", *(kind.replace("_", " ") for kind in kinds))
+    return table("CUDA kernels, each once", columns, rows, numbers=columns[4:])
 
 
 def _counts(counts: dict[str, int]) -> str:

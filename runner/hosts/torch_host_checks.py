@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from eagle3.runner.artifact.cuda_library import Library, images_of, runs_on
-from eagle3.runner.system.gpus import excesses
+from eagle3.runner.artifact.cuda_library import Library, images_of, runs_on, served
+from eagle3.runner.system.gpus import excesses, launches_on
 
 GIB = 1 << 30
 HOSTS = (2, 11), (2, 13)
@@ -76,16 +76,20 @@ def check_architectures(libraries: dict[str, Library], capability: tuple[int, in
     ``arch`` is the architecture that the artifact was compiled for. It holds for kernels that are bare machine code
     instead of a fatbin.
     """
-    for method, library in libraries.items():
-        for kernel, code in library.kernels.items():
-            images = images_of(f"kernel {kernel} of {method}", code, arch)
-            if not any(runs_on(form, made_for, capability) for form, made_for in images):
-                gpu = "sm_{}{}".format(*capability)
-                has = ", ".join(f"{form.upper()} {made_for}" for form, made_for in images)
-                raise ValueError(
-                    f"the GPU is {gpu}, kernel {kernel} of {method} is made for {has}: "
-                    f"export it again with --cuda-arch {gpu}"
-                )
+    images = {
+        f"kernel {kernel} of {method}": images_of(f"kernel {kernel} of {method}", code, arch)
+        for method, library in libraries.items()
+        for kernel, code in library.kernels.items()
+    }
+    for kernel, made_for in images.items():
+        if not any(runs_on(*image, capability) for image in made_for):
+            gpu = "sm_{}{}".format(*capability)
+            has = ", ".join(f"{form.upper()} {architecture}" for form, architecture in made_for)
+            runs = ", ".join(served(images.values())) or "no GPU"
+            raise ValueError(
+                f"the GPU is {gpu}, {kernel} is made for {has} (the artifact serves {runs}): export it again with "
+                f"--cuda-arch {gpu}"
+            )
 
 
 def check_launches(launches: dict[str, list[dict[str, Any]]], capability: tuple[int, int], shared_bytes: int) -> None:
@@ -94,8 +98,8 @@ def check_launches(launches: dict[str, list[dict[str, Any]]], capability: tuple[
     ``launches`` are those that the exporter recorded, by method. ``shared_bytes`` is the most shared memory that the
     GPU gives to a block.
     """
-    gpu = "sm_{}{}".format(*capability)
-    excess = next(excesses(launches, f"the GPU ({gpu})", shared_bytes), None)
+    gpu, own = "sm_{}{}".format(*capability), launches_on(launches, 10 * capability[0] + capability[1])
+    excess = next(excesses(own, f"the GPU ({gpu})", shared_bytes), None)
     if excess:
         raise ValueError(f"{excess}: export it again with --cuda-arch {gpu}")
 

@@ -5,6 +5,12 @@ of the cards (the SXM form if there are several). Sizes are in bytes, bandwidth 
 the most that a block may opt into. The clock is in Hz, the highest that the card reaches; work on the tensor cores may
 lower it. H100 and H200 have the same multiprocessors at the same clock: 1,980 MHz is nvidia-smi's ``clocks.max.sm`` of
 both, and an H200 had it during a round of Gemma 4 31B. The L2 of the H200 was read from such a GPU.
+
+Boards whose GPU shares memory with the host have the memory that CUDA reports. Multiprocessors, L2, clock and memory of
+GB10 are those that ``deviceQuery`` prints on a DGX Spark (kubesimplify.com, "The DGX Spark unpacked"), those of Thor
+what the driver reports on a Jetson AGX Thor (forums.developer.nvidia.com, 356355), those of Orin the 64 GB module's of
+NVIDIA's Jetson AGX Orin technical brief. Their multiply-adds follow from the data sheets' 170 INT8 TOPS (Orin), 2,070
+FP4 TFLOPS (Thor) and 1,000 FP4 TFLOPS (GB10), all with sparsity.
 """
 
 import math
@@ -63,22 +69,35 @@ GPUS: dict[str, Gpu] = {
     for gpu in (  # code for an architecture is compiled for its first GPU here
         Gpu("A100", (8, 0), 108, 163 * KB, 164 * KB, 2048, 32, 40 * MB, 80 * GB, 2.039e12, 1.41e9, 1024),
         Gpu("RTX 3090", (8, 6), 82, 99 * KB, 100 * KB, 1536, 16, 6 * MB, 24 * GB, 0.936e12, 1.695e9, 256),
+        Gpu("Jetson Orin", (8, 7), 16, 163 * KB, 164 * KB, 1536, 16, 4 * MB, 61 * GB, 0.205e12, 1.3e9, 1024),
         Gpu("RTX 4090", (8, 9), 128, 99 * KB, 100 * KB, 1536, 24, 72 * MB, 24 * GB, 1.008e12, 2.52e9, 256),
         Gpu("H100", (9, 0), 132, 227 * KB, 228 * KB, 2048, 32, 50 * MB, 80 * GB, 3.35e12, 1.98e9, 2048),
         Gpu("H200", (9, 0), 132, 227 * KB, 228 * KB, 2048, 32, 60 * MB, 140 * GB, 4.8e12, 1.98e9, 2048),
         Gpu("B200", (10, 0), 148, 227 * KB, 228 * KB, 2048, 32, 126 * MB, 180 * GB, 8.0e12, 1.86e9, 4096),
+        Gpu("Jetson Thor", (11, 0), 20, 227 * KB, 228 * KB, 1536, 24, 32 * MB, 122 * GB, 0.273e12, 1.575e9, 4096),
         Gpu("RTX 5090", (12, 0), 170, 99 * KB, 100 * KB, 1536, 24, 96 * MB, 32 * GB, 1.792e12, 2.407e9, 256),
+        Gpu("GB10", (12, 1), 48, 99 * KB, 100 * KB, 1536, 24, 24 * MB, 119 * GB, 0.273e12, 2.418e9, 512),
     )
 }
 
 
 def gpus_of(arch: str | None) -> list[Gpu]:
-    """Return the GPUs of an architecture such as "sm_90", [] for an unknown one."""
-    return [gpu for gpu in GPUS.values() if f"sm_{gpu.arch}" == arch]
+    """Return the GPUs of an architecture such as "sm_90", or of several, as ``--cuda-arch`` names them; [] for an
+    unknown one."""
+    named = [] if arch is None else archs_of(arch)
+    return [gpu for gpu in GPUS.values() if f"sm_{gpu.arch}" in named]
 
 
-BY_ARCH = {arch: gpus_of(arch)[0] for arch in dict.fromkeys(f"sm_{gpu.arch}" for gpu in GPUS.values())}
-"""The architectures that can be named, such as "sm_90", and the GPU that each is compiled for."""
+def archs_of(named: str) -> list[str]:
+    """Return the architectures of a list such as "sm_80,sm_90", or of "all", each once, the lowest first."""
+    return list(BY_ARCH) if named == ALL else sorted(set(named.split(",")), key=lambda arch: (len(arch), arch))
+
+
+ALL = "all"
+BY_ARCH: dict[str, Gpu] = {}
+"""The architectures that can be named, such as "sm_90", the lowest first, and the GPU that each is compiled for."""
+for _gpu in GPUS.values():
+    BY_ARCH.setdefault(f"sm_{_gpu.arch}", _gpu)
 
 
 def excesses(
@@ -103,6 +122,22 @@ def excesses(
                     yield f"{kernel} takes {taken:,} {what} a block, {gpu} allows {allowed:,}"
 
 
+def launches_on(launches: Mapping[str, Sequence[Mapping[str, Any]]], arch: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the launches of each method as a GPU of this compute capability (90 for 9.0) makes them."""
+    return {method: [launch_on(entry, arch) for entry in entries] for method, entries in launches.items()}
+
+
+def launch_on(entry: Mapping[str, Any], arch: int) -> dict[str, Any]:
+    """Return a launch as a GPU of this compute capability (90 for 9.0) makes it. Each of its ``cards`` holds from a
+    compute capability on, and has threads, shared memory and constants that differ by GPU; ``parts``, unless 0, is the
+    last axis of the grid."""
+    of_card: dict[str, Any] = next((card for card in reversed(entry.get("cards", ())) if card["first"] <= arch), {})
+    own = {name: of_card[name] for name in ("threads", "shared_bytes") if of_card}
+    if of_card.get("parts"):
+        own["grid"] = [*entry["grid"][:2], of_card["parts"]]
+    return {**entry, **own, "constants": {**entry.get("constants", {}), **of_card.get("constants", {})}}
+
+
 def lacking_on_later(arch: str, launches: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
     """Map each architecture later than ``arch`` that cannot run every launch to the line of ``excesses`` for the first
     such launch. PTX runs on later architectures too, and some of them allow less per block."""
@@ -110,6 +145,7 @@ def lacking_on_later(arch: str, launches: Mapping[str, Sequence[Mapping[str, Any
     found: dict[str, str] = {}
     for gpu in GPUS.values():
         name = f"sm_{gpu.arch}"
-        if gpu.arch > first.arch and (line := next(excesses(launches, name, gpu.shared_memory_per_block), None)):
+        own = launches_on(launches, gpu.arch)
+        if gpu.arch > first.arch and (line := next(excesses(own, name, gpu.shared_memory_per_block), None)):
             found.setdefault(name, line)
     return found

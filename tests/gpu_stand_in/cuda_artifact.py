@@ -11,13 +11,18 @@ import re
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch._inductor.codecache import CudaKernelParamCache
 from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from eagle3.export.cli import main
+from eagle3.export.lowering.cuda.inductor.card_launches import CARDS
+from eagle3.export.lowering.cuda.named_gpu.second_image import OwnImage, SecondImages
 
 DEFAULT = ("--target-model", "gemma4-tiny", *(() if torch.cuda.is_available() else ("--cuda-arch", "sm_90")))
 
@@ -27,7 +32,9 @@ def sources_of(artifact: Path) -> Path:
 
 
 def export(folder: Path, flags: tuple[str, ...] = DEFAULT) -> None:
-    sources, finish = sources_of(folder), CppWrapperGpu.finalize_prefix
+    """Export, and keep beside the artifact each kernel's source, and the PTX of each second image, which has none in
+    its fatbin."""
+    sources, finish, compiled = sources_of(folder), CppWrapperGpu.finalize_prefix, SecondImages._by_triton
     sources.mkdir(parents=True)
 
     def keep(self: CppWrapperGpu) -> None:
@@ -36,13 +43,21 @@ def export(folder: Path, flags: tuple[str, ...] = DEFAULT) -> None:
             if known := CudaKernelParamCache.get(name):
                 keep_source(sources, known, body)
 
-    with patch.object(CppWrapperGpu, "finalize_prefix", keep):
+    def keep_ptx(self: SecondImages, autotuner: CachingAutotuner, *given: Any) -> OwnImage | None:
+        image = compiled(self, autotuner, *given)
+        if image is not None:
+            cubins = (Path(cache_dir()) / "triton-own").glob(f"*/{autotuner.fn.__name__}.cubin")
+            ptx = next(cubin.with_suffix(".ptx") for cubin in cubins if cubin.read_bytes() == image.cubin)
+            (sources / f"{uuid.uuid4()}.ptx").write_bytes(ptx.read_bytes())
+        return image
+
+    with patch.object(CppWrapperGpu, "finalize_prefix", keep), patch.object(SecondImages, "_by_triton", keep_ptx):
         try:
             main([*flags, "--output-dir", str(folder)])
         except SystemExit as end:
             if end.code:
                 raise
-    for file in list(sources.iterdir()):
+    for file in list(sources.glob("*.pickle")):
         name_by_image(file)
 
 
@@ -53,7 +68,8 @@ def keep_source(sources: Path, known: dict, body: str) -> None:
         "image": known["cubin_path"],
         "source": ast.literal_eval(re.search(r"async_compile\.triton\('\w+', ('''.*''')", body, re.DOTALL)[1]),
         "signature": meta["signature"],
-        "constants": known["config"] | meta["constants"],
+        "constants": meta["constants"] | known["config"],
+        "cards": [card.record() for card in known.get(CARDS, ())],
     }
     # The name is unique, since another process keeps the kernels of its methods in the same folder.
     (sources / f"{uuid.uuid4()}.pickle").write_bytes(pickle.dumps(kernel))

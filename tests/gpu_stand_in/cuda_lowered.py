@@ -81,6 +81,7 @@ def lowered(module, given, rows: int = 0, longest: int = 0, arch: str = "sm_90",
         graph.blocks = {name: CudaKernelParamCache.get(name)["config"] for name, _ in called}
         graph.inputs = {name: tuple(x.get_size()) for name, x in V.graph.graph_inputs.items()}
         graph.outputs = V.graph.get_output_names()
+        graph.wrappers = self.prefix.getvalue()
         graph.buffers = {name: tuple(x.maybe_get_size() or ()) for name, x in V.graph.name_to_buffer.items()}
 
     with (

@@ -32,7 +32,7 @@ from cuda_artifact import sources_of
 from proposed import proposed
 from race_detector import Detector
 from race_hooks import watching
-from stand_in_driver import StandIn
+from stand_in_driver import Device, StandIn
 from stand_in_kernels import Kernels, interpreted
 from stand_in_torch import cuda_build, load
 
@@ -149,6 +149,7 @@ def main(artifact: Path) -> None:
     found, launched = [], {}
     with machine.running(), watching(Detector(("forward",))) as races:
         for each in asked:
+            machine.device.become(Device.of(each.pop("arch", "sm_90")))
             session = looked_at(machine.open(artifact, each.pop("graphs", True)))
             counts = counted(session, machine.kernels)
             found.append(generations(session, **each))

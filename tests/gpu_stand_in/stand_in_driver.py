@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from eagle3.runner.system.gpus import BY_ARCH
+
 SOURCES = Path(__file__).with_name("device")
 HANDLES = ("block", "stream", "event", "module", "function", "graph", "executable", "pinned", "capture")
 
@@ -24,12 +26,19 @@ FOUND = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64, ctype
 
 
 class Device(NamedTuple):
-    """The properties of a device: ``arch`` (90 is sm_90), the bytes of shared memory that a block may have, and the
-    bytes of memory."""
+    """The properties of a device: ``arch`` (90 is sm_90), the bytes of shared memory that a block may have, the bytes
+    of memory, and the number of multiprocessors."""
 
     arch: int
     most_shared: int
     total: int = 8 << 30
+    multiprocessors: int = 132
+
+    @classmethod
+    def of(cls, arch: str) -> "Device":
+        """Return the device that code for ``arch``, such as "sm_90", is compiled for."""
+        gpu = BY_ARCH[arch]
+        return cls(gpu.arch, gpu.shared_memory_per_block, multiprocessors=gpu.multiprocessors)
 
 
 H100 = Device(90, 232448)
@@ -94,6 +103,7 @@ class StandIn:
         self._access = self.library.stand_in_access
         self._access.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_uint, *[ctypes.c_void_p] * 2]
         self._kept: tuple = ()
+        self.arch = H100.arch
         self.start()
 
     def start(self, found: Callable[..., int] | None = None, launched: Callable[..., int] | None = None) -> None:
@@ -105,7 +115,9 @@ class StandIn:
         self.library.stand_in_start(*self._kept)
 
     def become(self, device: Device) -> None:
-        self.library.stand_in_device(device.arch, device.most_shared, ctypes.c_uint64(device.total))
+        self.arch = device.arch
+        given = device.arch, device.most_shared, ctypes.c_uint64(device.total), device.multiprocessors
+        self.library.stand_in_device(*given)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if not name.startswith("cu"):

@@ -28,6 +28,8 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton_interpreter import LIBDEVICE, mended
 
+from eagle3.runner.system.gpus import launch_on
+
 ILLEGAL_ADDRESS, MISALIGNED, FAILED = 700, 716, 719
 NUMBERS = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
@@ -60,6 +62,7 @@ class Kernel:
         self.name, self.size, self.source = kept["name"], kept["size"], kept["source"]
         self.signature: dict[str, str] = kept["signature"]
         self.constants: dict[str, Any] = kept["constants"]
+        self.cards: list[dict[str, Any]] = kept["cards"]
         (alignments,) = ast.literal_eval(re.search(r"'configs': (\[.*?\}\])", self.source)[1])
         names = list(self.signature)
         self.aligned = [names[place] for (place,), hints in alignments.items() if ["tt.divisibility", 16] in hints]
@@ -96,8 +99,10 @@ class Kernel:
             found[name] = number.from_address(arguments[place]).value
         return found
 
-    def __call__(self, grid: tuple[int, int, int], values: dict[str, int | float]) -> None:
-        given = {name: value for name, value in self.constants.items() if self.signature.get(name) == "constexpr"}
+    def __call__(self, grid: tuple[int, int, int], values: dict[str, int | float], arch: int) -> None:
+        """Run the image that a GPU of this compute capability takes."""
+        constants = launch_on({"constants": self.constants, "cards": self.cards}, arch)["constants"]
+        given = {name: value for name, value in constants.items() if self.signature.get(name) == "constexpr"}
         self.function[grid](**given, **{name: argument(self.signature[name], value) for name, value in values.items()})
 
 
@@ -158,7 +163,7 @@ class Kernels:
             self._check_announced(self.running)
             self.launches[str([x, y, z])] += 1
             if self.computes:
-                kernel(self.running.grid, self.running.arguments)
+                kernel(self.running.grid, self.running.arguments, self.device.arch)
                 self.end_program()
                 self._look_behind(self.running)
             return 0

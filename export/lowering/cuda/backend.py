@@ -73,7 +73,7 @@ from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.export.speculator.state import Read, Write, write_rows
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES, PREFILL
 from eagle3.runner.system import gpus
-from eagle3.runner.system.gpus import BY_ARCH, lacking_on_later
+from eagle3.runner.system.gpus import BY_ARCH, archs_of, lacking_on_later
 from eagle3.runner.system.machine import version_of
 from eagle3.targets.attention import AttentionFactory
 
@@ -135,7 +135,7 @@ class NvidiaBackend:
         if plan.config.cuda_arch is None:  # this is a dry run, since an export needs an architecture
             gpu = max(gpus.BY_ARCH.values(), key=lambda gpu: gpu.memory)
             return gpu.memory, f"the largest GPU that is known, {gpu.name},"
-        gpu = BY_ARCH[named_arch(plan)]
+        gpu = max((BY_ARCH[arch] for arch in archs_of(named_arch(plan))), key=lambda gpu: gpu.memory)
         return gpu.memory, gpu.name
 
     def footprint(self, plan: Plan) -> GpuMemory:
@@ -197,9 +197,9 @@ class NvidiaBackend:
     def describe(self, programs: Mapping[str, ExportedProgram], plan: Plan) -> dict[str, Any]:
         """Return the architecture, how kernels were chosen, and the count of the quantized linears of each method by
         kernel."""
-        local = local_arch()
+        local, named = local_arch(), plan.config.cuda_arch
         return {
-            "cuda_arch": local or plan.config.cuda_arch,
+            "cuda_arch": local or (named and ",".join(archs_of(named))),
             "launches": "early" if starts_early(plan) else "in-order",
             "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "chosen by estimate",
             "linears": {name: check_linears(name, program) for name, program in programs.items()},

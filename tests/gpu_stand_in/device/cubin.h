@@ -11,6 +11,7 @@ namespace stand_in {
 
 struct Parameter {
   unsigned offset, size;
+  bool operator==(const Parameter&) const = default;
 };
 
 struct Code {
@@ -32,9 +33,11 @@ struct Image {
   unsigned arch = 0;  // 90 is sm_90
   char variant = 0;
 
-  // Machine code runs on its major version from its minor version on, PTX on every later one.
+  // Machine code runs on its major version from its minor version on, that for Tegra and on Tegra (8.7) on its own
+  // alone; PTX runs on every later one.
   bool runs_on(unsigned device) const {
     if (variant == 'a') return arch == device;
+    if (machine_code && (arch == 87 || device == 87)) return arch == device;
     return arch <= device && (!machine_code && !variant ? true : arch / 10 == device / 10);
   }
 };

@@ -241,11 +241,12 @@ void stand_in_start(Found found, Launched launched) {
   sigaction(SIGBUS, &action, nullptr);
 }
 
-void stand_in_device(unsigned arch, unsigned most_shared, uint64_t total) {
+void stand_in_device(unsigned arch, unsigned most_shared, uint64_t total, unsigned multiprocessors) {
   Lock lock(state().mutex);
   state().arch = arch;
   state().most_shared = most_shared;
   state().total = total;
+  state().multiprocessors = multiprocessors;
 }
 
 // Call `name` fails with `code`: its `at`-th from now, 0: each. An empty name: none does.

@@ -3,6 +3,16 @@
 int cuInit(unsigned) { return SUCCESS; }
 int cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }
 
+int cudaDeviceGetAttribute(int* value, int attribute, int device);
+int cuDeviceGet(int* handle, int device) {
+  CALL("cuDeviceGet");
+  return device ? fail(INVALID_DEVICE, "cuDeviceGet(%d): there is one device", device) : (*handle = 0, SUCCESS);
+}
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  CALL("cuDeviceGetAttribute");
+  return cudaDeviceGetAttribute(value, attribute, device);
+}
+
 int cuGetErrorString(int code, const char** text) {
   *text = code == last_code && !last_text.empty() ? last_text.c_str() : text_of(code);
   return SUCCESS;
@@ -22,9 +32,18 @@ int cuModuleLoadData(void** module, const void* image) {
     }
     return fail(NO_BINARY, "the module is made for %s, the device is sm_%u", made.c_str(), state().arch);
   }
-  // Code for the device alone comes before code that later ones run too; where only PTX runs, any code stands for it.
-  auto code = std::find_if(images.begin(), images.end(), [&](auto& each) { return each.machine_code && each.variant && fits(each); });
-  if (code == images.end()) code = std::find_if(images.begin(), images.end(), [](auto& each) { return each.machine_code && !each.variant; });
+  // Machine code comes before PTX, code for the device alone before code that later ones run too, then the latest.
+  auto worse = [](const Image& one, const Image& other) {
+    return std::tuple(one.machine_code, bool(one.variant), one.arch) < std::tuple(other.machine_code, bool(other.variant), other.arch);
+  };
+  const Image* chosen = nullptr;
+  for (auto& each : images) {
+    if (fits(each) && (!chosen || worse(*chosen, each))) chosen = &each;
+  }
+  // The stand-in compiles no PTX: the machine code that was made of it stands for it.
+  auto code = std::find_if(images.begin(), images.end(), [&](auto& each) {
+    return each.machine_code && each.arch == chosen->arch && each.variant == chosen->variant;
+  });
   if (code == images.end()) return fail(NO_BINARY, "the stand-in reads machine code, the module has none");
   uint64_t size = 0;
   for (auto& each : images) size = std::max<uint64_t>(size, each.data + each.size - static_cast<const char*>(image));
@@ -39,6 +58,11 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
   if (!owner) return fail(INVALID_HANDLE, "cuModuleGetFunction of an unknown module");
   Function made{owner, name, {}, 0};
   if (!read_code(owner->chosen, name, made.code)) return fail(NOT_FOUND, "the module has no kernel %s", name);
+  for (auto& each : owner->images) {  // one host launches them all
+    Code other;
+    if (each.machine_code && read_code(each, name, other) && other.parameters != made.code.parameters)
+      return fail(INVALID_VALUE, "%s has other parameters in its code for sm_%u than for sm_%u", name, each.arch, owner->chosen.arch);
+  }
   auto& s = state();
   if (s.found) {
     s.mutex.unlock();

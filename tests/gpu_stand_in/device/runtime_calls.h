@@ -25,7 +25,7 @@ int cudaDeviceGetAttribute(int* value, int attribute, int) {
   constexpr int WARP = 10, PROCESSORS = 16, MAJOR = 75, MINOR = 76, SHARED_OPT_IN = 97;
   auto& s = state();
   *value = attribute == MAJOR ? s.arch / 10 : attribute == MINOR ? s.arch % 10 : attribute == WARP ? 32
-      : attribute == PROCESSORS ? 132 : attribute == SHARED_OPT_IN ? s.most_shared : 0;
+      : attribute == PROCESSORS ? s.multiprocessors : attribute == SHARED_OPT_IN ? s.most_shared : 0;
   return SUCCESS;
 }
 int cudaMemGetInfo(size_t* available, size_t* total) {

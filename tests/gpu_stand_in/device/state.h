@@ -51,7 +51,7 @@ using Launched = int (*)(int64_t kernel, unsigned x, unsigned y, unsigned z, voi
 struct State {
   Memory memory;
   std::mutex mutex;
-  unsigned arch = 90, most_shared = 232448;
+  unsigned arch = 90, most_shared = 232448, multiprocessors = 132;
   uint64_t total = 8ull << 30;
   Found found = nullptr;  // Python's, for a kernel that is asked for
   Launched launched = nullptr;  // and for a launch whose turn has come; neither: nothing is computed

@@ -31,7 +31,7 @@ from machine_code.work import Products, work_of
 from eagle3.runner.artifact.cuda_library import KERNEL_KINDS, kind_of
 from eagle3.runner.artifact.record import read_export
 from eagle3.runner.contract import DRAFT_DECODE, LAUNCHES, SPECULATE, TARGET_VERIFY, Metadata
-from eagle3.runner.system.gpus import GPUS, Gpu, gpus_of
+from eagle3.runner.system.gpus import GPUS, Gpu, gpus_of, launch_on
 
 LAUNCH_SECONDS = 2e-6
 """Time from the end of a kernel to the work of the next, without a CUDA graph; commonly measured as 2 to 4 us."""
@@ -197,8 +197,9 @@ def _launch_on(
     """Return a recorded launch with its time on each GPU, from the code that this GPU runs, and the figures of the
     code on the first GPU."""
     found = [
-        _launch(entry, rows, code, [gpu for gpu in gpus if gpu.capability == capability], context)
+        _launch(launch_on(entry, on[0].arch), rows, code, on, context)
         for capability, code in sorted(codes.items(), key=lambda item: item[0] != gpus[0].capability)
+        for on in [[gpu for gpu in gpus if gpu.capability == capability]]
     ]
     return found[0] | {"seconds": {name: time for each in found for name, time in each["seconds"].items()}}
 

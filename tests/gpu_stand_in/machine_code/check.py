@@ -16,7 +16,7 @@ from machine_code.runtime_symbols import lacking
 from machine_code.sass import Usage, read_usages
 
 from eagle3.runner.artifact.cuda_library import images_of, read_library
-from eagle3.runner.system.gpus import excesses, gpus_of
+from eagle3.runner.system.gpus import BY_ARCH, archs_of, excesses, launches_on
 
 Kernels = Mapping[str, Mapping[str, bytes]]
 """The fatbins of a method's kernels, by method and name."""
@@ -30,7 +30,7 @@ def check_code(
     Args:
         libraries: the library of each method
         launches: the launches that the exporter recorded (``artifact/gpu_needs.recorded_launches``)
-        arch: the architecture that the artifact says it was compiled for
+        arch: the architecture, or the list, that the artifact says it was compiled for
 
     Raises:
         ValueError: a damaged library
@@ -58,13 +58,14 @@ def _taken(
     named: Mapping[str, bytes], usages: Mapping[bytes, Usage], launches: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """Yield the resources of a block of each kernel, from its code and the shared memory that its launches add."""
-    given: dict[str, int] = {}
+    given: dict[str, dict[str, Any]] = {}
     for entry in launches:
-        given[entry["kernel"]] = max(entry["shared_bytes"], given.get(entry["kernel"], 0))
+        given[entry["kernel"]] = max(entry, given.get(entry["kernel"], entry), key=lambda each: each["shared_bytes"])
     for name, code in named.items():
-        usage = usages[code]
-        shared = usage.shared_bytes + given.get(name, 0)
-        yield {"kernel": name, "threads": usage.threads, "registers": usage.registers, "shared_bytes": shared}
+        usage, entry = usages[code], given.get(name, {})
+        own = {"kernel": name, "threads": usage.threads, "registers": usage.registers}
+        cards = [card | {"shared_bytes": usage.shared_bytes + card["shared_bytes"]} for card in entry.get("cards", ())]
+        yield own | {"shared_bytes": usage.shared_bytes + entry.get("shared_bytes", 0), "cards": cards}
 
 
 def _barriers(kernels: Kernels, usages: Mapping[bytes, Usage]) -> Iterator[str]:
@@ -86,11 +87,12 @@ def _blocks(
     runs_on: Mapping[str, str | None],
     arch: str,
 ) -> Iterator[str]:
-    """Yield the faults of blocks on the artifact's architecture, and of kernels that differ from ``export.json``."""
-    gpu = gpus_of(arch)[0]
-    if arch not in runs_on:
-        yield f"a kernel has no code for {arch}, the artifact's architecture"
-    yield from excesses(taken, f"sm_{gpu.arch}", gpu.shared_memory_per_block)
+    """Yield the faults of blocks on the artifact's architectures, and of kernels that differ from ``export.json``."""
+    for each in archs_of(arch):
+        gpu = BY_ARCH[each]
+        if each not in runs_on:
+            yield f"a kernel has no code for {each}, the artifact's architecture"
+        yield from excesses(launches_on(taken, gpu.arch), each, gpu.shared_memory_per_block)
     for method, named in kernels.items():
         for name, code in named.items():
             if spilled := usages[code].spill_bytes:
@@ -100,6 +102,10 @@ def _blocks(
             code = kernels.get(method, {}).get(entry["kernel"])
             if code is None:
                 yield f"{method} has no kernel {entry['kernel']}, which export.json has"
-            elif usages[code].threads not in (0, entry["threads"]):
+            elif usages[code].threads not in {
+                0,
+                entry["threads"],
+                *(card["threads"] for card in entry.get("cards", ())),
+            }:
                 told = f"{entry['threads']} threads in export.json, {usages[code].threads} in its code"
                 yield f"kernel {entry['kernel']} of {method} has {told}"

@@ -8,7 +8,7 @@ from eagle3.runner.artifact.cuda_library import read_library, runs_on
 from eagle3.runner.artifact.cuda_weights import WeightTable
 from eagle3.runner.artifact.gpu_needs import naming, weight_tables
 from eagle3.runner.artifact.pte import read_pte
-from eagle3.runner.system.gpus import BY_ARCH, excesses
+from eagle3.runner.system.gpus import BY_ARCH, excesses, launches_on
 
 
 def cuda_delegates(model: Path) -> dict[str, list[tuple[WeightTable, bytes]]]:
@@ -48,5 +48,5 @@ def architectures(
     found = {}
     for arch, gpu in BY_ARCH.items():
         if all(any(runs_on(*image, gpu.capability) for image in each) for each in images.values()):
-            found[arch] = next(excesses(launches, arch, gpu.shared_memory_per_block), None)
+            found[arch] = next(excesses(launches_on(launches, gpu.arch), arch, gpu.shared_memory_per_block), None)
     return found

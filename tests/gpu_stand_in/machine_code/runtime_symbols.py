@@ -29,6 +29,8 @@ _NAMES = (
 EXECUTORCH = frozenset(f"aoti_torch_{name}" for name in _NAMES.split())
 CUDA_DRIVER = frozenset(
     [
+        "cuDeviceGet",
+        "cuDeviceGetAttribute",
         "cuFuncGetAttribute",
         "cuFuncSetAttribute",
         "cuGetErrorString",

@@ -30,6 +30,7 @@ from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.commands.inspect import main
 from eagle3.runner.contract import METHODS, MODEL_FILE, PREFILL, TARGET_VERIFY
 from eagle3.runner.hosts.torch_host import read_methods
+from eagle3.runner.system.gpus import BY_ARCH
 
 KEY = "0f_so_blob"
 
@@ -269,6 +270,7 @@ def test_every_kernel_has_code_for_the_named_gpu(found, cuda):
             # on sm_90 some kernels have a second image
             assert {name.rstrip("af") for name in counts} == {architecture}
             assert max(counts.values()) == kernels
+        assert facts["serves"] == list(BY_ARCH)[list(BY_ARCH).index(architecture) :]  # later GPUs compile the PTX
 
 
 def test_verification_has_the_small_m_kernels_and_no_method_a_plain_product(cuda):

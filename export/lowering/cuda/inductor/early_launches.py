@@ -22,7 +22,7 @@ from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
 from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
 
 from eagle3.export.patching.patches import all_replaced
-from eagle3.runner.system.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH, archs_of
 
 FIRST_WITH = 90
 RELEASE, WAIT = "tl.extra.cuda.gdc_launch_dependents()", "tl.extra.cuda.gdc_wait()"
@@ -50,8 +50,9 @@ EARLY = """CUlaunchAttribute early = {};
 
 
 def can_start_early(arch: str) -> bool:
-    """Return True if an architecture, such as "sm_90", has early launches, and with them prefetches into L2."""
-    return BY_ARCH[arch].arch >= FIRST_WITH
+    """Return True if an architecture, such as "sm_90", has early launches, and with them prefetches into L2; of a list,
+    if all have, since all images of a kernel are made of one source."""
+    return all(BY_ARCH[each].arch >= FIRST_WITH for each in archs_of(arch))
 
 
 @contextmanager

@@ -30,6 +30,8 @@ from torch._inductor.ir import Buffer
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
+from eagle3.export.lowering.cuda.inductor.card_launches import CARDS, CardLaunch
+from eagle3.export.lowering.cuda.kernels.sums import GIVEN_UP
 from eagle3.export.patching.patches import all_replaced
 from eagle3.runner.contract import WORKSPACE
 
@@ -48,7 +50,8 @@ class Launch:
     """One launch. ``weight_bytes``: bytes of the weights that it reads; ``buffer_bytes``: those of each other tensor,
     the largest first. KV caches are left out, since how much of them is read depends on the number of tokens.
     ``shared_bytes``: the dynamic shared memory of a block. ``constants`` and ``arguments``: (name, value) of the
-    integers that the kernel is compiled with and called with."""
+    integers that the kernel is compiled with and called with. ``cards``: the threads and shared memory by GPU, if they
+    differ (``card_launches``); ``threads`` and ``shared_bytes`` are then those of the first of them."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -58,10 +61,13 @@ class Launch:
     buffer_bytes: tuple[int, ...]
     constants: tuple[tuple[str, int], ...]
     arguments: tuple[tuple[str, int], ...]
+    cards: tuple[CardLaunch, ...] = ()
 
     def record(self, count: int) -> dict[str, Any]:
         named = {"constants": dict(self.constants), "arguments": dict(self.arguments)}
-        return asdict(self) | named | {"count": count}
+        recorded = asdict(self) | named | {"count": count}
+        recorded.pop(CARDS)
+        return recorded | ({CARDS: [each.record() for each in self.cards]} if self.cards else {})
 
 
 @contextmanager
@@ -81,6 +87,7 @@ def recorded_launches(rows: Mapping[str, int], longest: Mapping[str, int]) -> It
     def around_one(cls: type[CudaBackend], specs: list[Any]) -> Iterator[Any]:
         compiling[:] = [cls.method_name_from_compile_specs(specs)]
         calls.clear()
+        GIVEN_UP.clear()
         with around(specs) as entered:
             yield entered
 
@@ -94,6 +101,8 @@ def recorded_launches(rows: Mapping[str, int], longest: Mapping[str, int]) -> It
         (method,) = compiling
         recorded[method] = _method(calls, self._kernel_name_to_body, rows.get(method, 1))
         recorded[method][WORKSPACE] = workspace(self.lines, longest.get(method, 1))
+        if GIVEN_UP:
+            recorded[method]["given_up"] = dict(GIVEN_UP)
 
     wrapper = "torch._inductor.codegen.cpp_wrapper_gpu.CppWrapperGpu."
     with all_replaced(
@@ -153,15 +162,18 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
         elif (buffer := V.graph.try_get_buffer(name)) is not None:
             shape = [_counted(size, rows) for size in buffer.get_size()]
             buffers[name] = _bytes(shape, buffer.get_dtype(), elements)
+    cards = known.get(CARDS, ())
+    warps, shared, own, parts = cards[0][1:] if cards else (known["num_warps"], known["shared_mem"], (), 0)
     launch = Launch(
         kernel,
-        (int(x), int(y), int(z)),
-        known["num_warps"] * WARP,
-        known["shared_mem"],
+        (int(x), int(y), parts or int(z)),
+        warps * WARP,
+        shared,
         sum(weights.values()),
         tuple(sorted(buffers.values(), reverse=True)),
-        tuple(sorted(constants.items())),
+        tuple(sorted({**constants, **dict(own)}.items())),
         tuple(sorted(values.items())),
+        cards,
     )
     return launch, weights
 

@@ -19,7 +19,7 @@ and of the product are each rounded to bfloat16, as PyTorch and Inductor's kerne
 latter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from triton.language.extra import libdevice
 
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch, local_multiprocessors
-from eagle3.runner.system.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH, archs_of
 
 COUNTERS = 1 << 16
 """The most tiles of a matmul that is divided along K."""
@@ -59,7 +59,16 @@ class Division(NamedTuple):
         return (self.whole + (tiles - self.whole) * self.parts, 1) if self.whole else (tiles, self.parts)
 
 
-_MADE_FOR = [(132, True, True)]  # an H100 or an H200, until ``made_for`` adds another GPU
+class MadeFor(NamedTuple):
+    """The GPUs that matmuls are divided for: their numbers of multiprocessors, by architecture. ``whole_tiles`` allows
+    whole tiles next to divided ones. ``wgmma``: one of the GPUs has these instructions."""
+
+    counts: dict[str, int]
+    whole_tiles: bool
+    wgmma: bool
+
+
+_MADE_FOR = [MadeFor({"": 132}, True, True)]  # an H100 or an H200, until ``made_for`` adds another GPU
 MOST_PARTS, STARTING, TOGETHER = 8, 2, 2
 """``MOST_PARTS`` is the largest number of programs of a tile. ``STARTING`` blocks of K cost as much as a wave of
 programs. ``TOGETHER`` programs run on a multiprocessor at a time. On an H200 an INT4 matmul
@@ -76,10 +85,9 @@ WGMMA_ON = ("sm_90",)
 
 
 @contextmanager
-def made_for(count: int, whole_tiles: bool, wgmma: bool = False) -> Iterator[None]:
-    """Divide matmuls for a GPU with ``count`` multiprocessors; ``whole_tiles`` allows whole tiles next to divided
-    ones. ``wgmma``: the GPU has these instructions."""
-    _MADE_FOR.append((count, whole_tiles, wgmma))
+def made_for(count: int | dict[str, int], whole_tiles: bool, wgmma: bool = False) -> Iterator[None]:
+    """Divide matmuls for GPUs with these numbers of multiprocessors; see ``MadeFor``."""
+    _MADE_FOR.append(MadeFor({"": count} if isinstance(count, int) else count, whole_tiles, wgmma))
     try:
         yield
     finally:
@@ -87,8 +95,10 @@ def made_for(count: int, whole_tiles: bool, wgmma: bool = False) -> Iterator[Non
 
 
 def made_for_named(arch: str) -> AbstractContextManager[None]:
-    """Divide matmuls for the GPU that code for ``arch`` is compiled for."""
-    return made_for(BY_ARCH[arch].multiprocessors, arch in WHOLE_TILES_ON, arch in WGMMA_ON)
+    """Divide matmuls for the GPUs that code for ``arch`` is compiled for, which may be a list."""
+    archs = archs_of(arch)
+    counts = {arch: BY_ARCH[arch].multiprocessors for arch in archs}
+    return made_for(counts, all(arch in WHOLE_TILES_ON for arch in archs), any(arch in WGMMA_ON for arch in archs))
 
 
 def made_for_here() -> AbstractContextManager[None]:
@@ -97,13 +107,26 @@ def made_for_here() -> AbstractContextManager[None]:
 
 
 def multiprocessors() -> int:
-    """Return the multiprocessors of the GPU that matmuls are divided for."""
-    return _MADE_FOR[-1][0]
+    """Return the most multiprocessors of a GPU that matmuls are divided for."""
+    return max(_MADE_FOR[-1].counts.values())
+
+
+def even_programs(together: int, matmul: str) -> int:
+    """Return the number of programs among which a matmul is shared evenly, ``together`` on each multiprocessor. Of
+    several GPUs it fills the one with which all together lose the least. ``matmul`` names it in notes."""
+    at_a_time = {arch: together * count for arch, count in _MADE_FOR[-1].counts.items()}
+
+    def times(programs: int) -> dict[str, float]:
+        return {arch: triton.cdiv(programs, most) * most / programs for arch, most in at_a_time.items()}
+
+    found = min(sorted(set(at_a_time.values()), reverse=True), key=lambda programs: sum(times(programs).values()))
+    note_given_up(f"even shares of {matmul}", times(found))
+    return found
 
 
 def has_wgmma() -> bool:
-    """Return True if the GPU that matmuls are divided for has ``wgmma``."""
-    return _MADE_FOR[-1][2]
+    """Return True if one of the GPUs that matmuls are divided for has ``wgmma``."""
+    return _MADE_FOR[-1].wgmma
 
 
 def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
@@ -111,10 +134,22 @@ def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
     that the order of the sum is fixed. Unless ``whole``, there are no whole tiles on any GPU.
 
     It minimizes the time if ``TOGETHER`` programs run on a multiprocessor, all programs that fit start together, and a
-    wave of them costs as much as ``STARTING`` blocks. K is divided only if that gains more than ``GAIN``.
+    wave of them costs as much as ``STARTING`` blocks. K is divided only if that gains more than ``GAIN``. Of several
+    GPUs each has parts of its own (``parts_on``); their most are returned, for which there is memory.
     """
-    whole_tiles = _MADE_FOR[-1][1]
-    tiles, at_a_time = triton.cdiv(n, block_n), TOGETHER * multiprocessors()
+    made_for = _MADE_FOR[-1]
+    own = {
+        arch: best_division(triton.cdiv(n, block_n), blocks, TOGETHER * count, whole and made_for.whole_tiles)
+        for arch, count in made_for.counts.items()
+    }
+    if len(own) == 1 or made_for.whole_tiles:
+        return next(iter(own.values()))
+    _PARTS[n, blocks] = {arch: found.parts for arch, found in own.items()}
+    return Division(0, max(_PARTS[n, blocks].values()))
+
+
+def best_division(tiles: int, blocks: int, at_a_time: int, whole_tiles: bool) -> Division:
+    """Return the division that costs the least if ``at_a_time`` programs run at a time."""
 
     def cost(division: Division) -> float:
         rest = triton.cdiv((tiles - division.whole) * division.parts, at_a_time)
@@ -122,9 +157,37 @@ def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
         blocks_long = rounds * (blocks + STARTING) + rest * (triton.cdiv(blocks, division.parts) + STARTING)
         return blocks_long * (GAIN if division.parts > 1 else 1)
 
-    wholes = dict.fromkeys((0, tiles // at_a_time * at_a_time if whole and whole_tiles else 0))
+    wholes = dict.fromkeys((0, tiles // at_a_time * at_a_time if whole_tiles else 0))
     counts = range(1, min(blocks, MOST_PARTS) + 1)
     return min((Division(whole, parts) for whole in wholes for parts in counts), key=cost)
+
+
+_PARTS: dict[tuple[int, int], dict[str, int]] = {}
+"""By the outputs and the blocks of K of a matmul that is divided for several GPUs, the parts of a tile on each."""
+
+
+def parts_on(arch: str, constants: Mapping[str, Any]) -> int | None:
+    """Return the parts of a tile on one of several GPUs, of the kernel with these constants; None if they are no other
+    than the constant says. A kernel writes and adds no more sums than its constant SPLITS and its grid say."""
+    if not constants.get("SPLITS") or constants.get("WHOLE") or "BLOCK_K" not in constants:
+        return None
+    n = constants.get("N") or sum(constants.get(name, 0) for name in ("N0", "N1", "N2"))
+    blocks = triton.cdiv(constants["K"], constants["BLOCK_K"])
+    for (outputs, of_k), parts in _PARTS.items():
+        if of_k == blocks and n <= outputs < n + 128 and max(parts.values()) == constants["SPLITS"]:
+            return parts.get(arch)
+    return None
+
+
+GIVEN_UP: dict[str, dict[str, float]] = {}
+"""What was decided for a list of GPUs together, while one method was compiled: by decision and architecture, the share
+of time that it costs by the estimate, 0.03 for 3%, against the decision for that GPU alone."""
+
+
+def note_given_up(decision: str, times: dict[str, float]) -> None:
+    """Note a decision in ``GIVEN_UP``. ``times``: its estimated time on each GPU, in multiples of the shortest."""
+    if lost := {arch: round(time - 1, 4) for arch, time in times.items() if len(times) > 1 and time > 1}:
+        GIVEN_UP[decision] = lost
 
 
 def row_tiles(m: Any, sizes: Sequence[int]) -> Iterator[tuple[int, Any]]:

@@ -6,7 +6,7 @@ context managers, each in a file of its own, replace these steps, and a seventh 
 1. ``fake_device``  PyTorch's queries return the properties of the named GPU
 2. ``compiling``    Triton compiles for the named architecture; nothing is loaded or launched. ``configurations``
    chooses the configuration of a hand-written kernel by its spills and its loads in flight, ``second_image`` adds code
-   with ``wgmma`` to kernels of many rows for sm_90
+   with ``wgmma`` to kernels of many rows for sm_90, ``fatbins`` makes and packs the images for a list of GPUs
 3. ``choices``      nothing is timed; matmul templates are ranked by ``matmuls``, from their tiles
 4. ``weights``      weights are fake CUDA tensors that refer to their data on the host
 5. ``operators``    Python operators on fake CUDA tensors do not switch to their device
@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from eagle3.export.patching.tested_versions import FOR_CUDA, TESTED, check_versions
-from eagle3.runner.system.gpus import BY_ARCH
+from eagle3.runner.system.gpus import BY_ARCH, archs_of
 
 
 def check_named_versions() -> None:
@@ -32,7 +32,7 @@ def check_named_versions() -> None:
 
 @contextmanager
 def named_gpu(arch: str) -> Iterator[None]:
-    """Make ExecuTorch's CUDA backend lower for ``arch`` (a key of ``BY_ARCH``, such as "sm_90").
+    """Make ExecuTorch's CUDA backend lower for ``arch``: a key of ``BY_ARCH``, such as "sm_90", or a list of them.
 
     Raises ValueError for versions of torch or triton that were not tested, FileNotFoundError without a toolchain.
     """
@@ -41,11 +41,13 @@ def named_gpu(arch: str) -> Iterator[None]:
     from eagle3.export.lowering.cuda.named_gpu.choices import choices
     from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
     from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device, operators
+    from eagle3.export.lowering.cuda.named_gpu.fatbins import common_gpu
     from eagle3.export.lowering.cuda.named_gpu.weights import weights_on_host
 
-    gpu = BY_ARCH[arch]
+    gpus = [BY_ARCH[each] for each in archs_of(arch)]
+    device = fake_device(common_gpu(gpus))
     with ExitStack() as parts:
-        for part in (toolchain(), fake_device(gpu), compiling(gpu), choices(gpu), weights_on_host(), operators()):
+        for part in (toolchain(), device, compiling(*gpus), choices(*gpus), weights_on_host(), operators()):
             parts.enter_context(part)
         yield
 

@@ -9,7 +9,7 @@ because the times of templates differ by factors. At the rate of ``wgmma`` the c
 the rate of ``mma.sync``: the loads of a step take longer than either.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from torch._inductor.select_algorithm import TritonTemplateCaller
 from torch._inductor.template_heuristics.triton import BaseConfigHeuristic, GemmConfig
 from torch._inductor.virtualized import V
 
+from eagle3.export.lowering.cuda.kernels.sums import note_given_up
 from eagle3.export.patching.patches import all_replaced
 from eagle3.runner.system.gpus import Gpu
 
@@ -40,7 +41,7 @@ UNTIMED = {
 
 
 @contextmanager
-def choices(gpu: Gpu) -> Iterator[None]:
+def choices(*gpus: Gpu) -> Iterator[None]:
     """Make Inductor benchmark nothing, and run the code that would tune kernels on fake tensors."""
     run_block = PythonWrapperCodegen.generate_and_run_autotune_block
     init_patterns = joint_graph.lazy_init
@@ -63,7 +64,7 @@ def choices(gpu: Gpu) -> Iterator[None]:
         templates = [choice for choice in choices if isinstance(choice, TritonTemplateCaller)]
         if not templates or any(choice.log_info.get("tile_shape", "None") == "None" for choice in templates):
             return {choice: float(rank + 1) for rank, choice in enumerate(templates or choices)}
-        return ranked(templates, gpu)
+        return ranked(templates, gpus)
 
     def with_more(self: BaseConfigHeuristic) -> Callable[..., Any]:
         return partial(self.preprocess_mm_configs, configs=self.mm_configs + MORE)
@@ -134,11 +135,20 @@ def nanoseconds(tile: Tile, sizes: tuple[int, int, int, int], itemsize: int, gpu
     return START + waves * (ceil(k / tile.k) * step + LATENCY)
 
 
-def ranked(choices: list[TritonTemplateCaller], gpu: Gpu) -> dict[TritonTemplateCaller, float]:
-    """Map the templates of one matmul to their estimated times."""
+def ranked(choices: list[TritonTemplateCaller], gpus: Sequence[Gpu]) -> dict[TritonTemplateCaller, float]:
+    """Map the templates of one matmul to their estimated times. With several GPUs that is the sum of their times, each
+    as a multiple of that GPU's shortest."""
     hint = V.graph.sizevars.optimization_hint
     left, right = choices[0].input_nodes[-2:]
     *batch, m, n = (hint(size) for size in choices[0].layout.size)
     sizes = prod(batch), m, n, hint(left.get_size()[-1])
     itemsize = right.get_dtype().itemsize
-    return {choice: nanoseconds(Tile.of(choice), sizes, itemsize, gpu) for choice in choices}
+    tiles = {choice: Tile.of(choice) for choice in choices}
+    times = [{choice: nanoseconds(tile, sizes, itemsize, gpu) for choice, tile in tiles.items()} for gpu in gpus]
+    if len(times) == 1:
+        return times[0]
+    lost = {choice: [each[choice] / min(each.values()) for each in times] for choice in choices}
+    best = min(choices, key=lambda choice: sum(lost[choice]))
+    named = dict(zip((f"sm_{gpu.arch}" for gpu in gpus), lost[best], strict=True))
+    note_given_up(f"template of {m} x {n} x {sizes[3]}", named)
+    return {choice: sum(each) for choice, each in lost.items()}

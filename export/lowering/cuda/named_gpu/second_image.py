@@ -4,17 +4,17 @@ These are kernels of many rows: INT4 matmuls, attention of a prefill, and Induct
 
 Code for plain sm_90 runs on later GPUs too and has no ``wgmma``. CUDA's driver prefers an image for sm_90a on a GPU
 with compute capability 9.0; all other GPUs take the plain image or its PTX. Both images have one name, and the host
-launches them with the same grid, threads, arguments and shared memory, so ``second_image`` refuses two that differ. The
-host passes the larger of the two sizes of shared memory.
+launches them with the same grid and arguments, so ``check_one_host`` refuses two that differ. Each has its own number
+of warps and its own shared memory (``card_launches``).
+
+A kernel may have an image from another source than Triton's, with the same entry, grid and parameters: ``OFFERED``.
 """
 
-import hashlib
 import re
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch._inductor.runtime.hints import HeuristicType
@@ -22,80 +22,79 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner, CompileR
 from triton import Config
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from eagle3.export.lowering.cuda.kernels import attention_chunk
 from eagle3.export.lowering.cuda.kernels.sums import WGMMA_ON
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
-from eagle3.runner.system.gpus import Gpu
+from eagle3.runner.system.gpus import BY_ARCH, Gpu
 
 ARCH = "90a"
 AT_A_TIME, PLAIN = "ROWS", "PLAIN_ROWS"
 """The constants of a kernel that may take the rows of a program in several tiles: the rows of a tile, and those in code
 without ``wgmma``, which are 0 if no code has ``wgmma``."""
-EQUAL = ("name", "num_warps", "num_ctas", "global_scratch_size", "global_scratch_align", "profile_scratch_size")
-"""The metadata of Triton that the host's code depends on, apart from shared memory."""
+EQUAL = ("name", "num_ctas", "global_scratch_size", "global_scratch_align", "profile_scratch_size")
+"""The metadata of Triton that the host's code depends on, apart from warps and shared memory."""
 PARAMETERS = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
 
 
-class Image(NamedTuple):
-    """A kernel for ``ARCH``, as machine code and as PTX. The PTX is searched for barriers by tests."""
+class OwnImage(NamedTuple):
+    """A kernel's machine code for ``ARCH``, and its launch: warps, and bytes of dynamic shared memory."""
 
     cubin: bytes
-    ptx: str
+    warps: int
+    shared: int
+
+
+OFFERED: dict[str, Callable[[CachingAutotuner, Any], OwnImage | None]] = {}
+"""By the name of a Triton kernel, a function that compiles its image for ``ARCH`` from another source. It gets the
+autotuner and the plain kernel; None leaves the image out. Entry, parameters and grid are those of the plain kernel."""
+CONFIGS = {attention_chunk._attention_chunk_kernel.__name__: attention_chunk.CONFIGS}
+"""By the name of a kernel, the configurations of its plain image: keys of a block, stages, warps. The plain image of
+another kernel has the configuration of the second one."""
 
 
 class SecondImages:
-    """The second images of one lowering. ``own_code`` is a context in which Triton compiles for ``ARCH``."""
+    """Compiles the second images of one lowering for ``gpus``. ``own_code`` is a context in which Triton compiles for
+    ``ARCH``."""
 
-    def __init__(self, gpu: Gpu, own_code: Callable[[], AbstractContextManager[None]]):
-        self.gpu, self.own_code = gpu, own_code
-        self.known: dict[str, Image] = {}
+    def __init__(self, gpus: Sequence[Gpu], own_code: Callable[[], AbstractContextManager[None]]):
+        self.gpu = next((gpu for gpu in gpus if f"sm_{gpu.arch}" in WGMMA_ON), None)
+        self.own_code = own_code
 
     def wanted(self, autotuner: CachingAutotuner) -> bool:
-        """Return True if the kernel gets a second image for the GPU, unless that has no ``wgmma`` or spills registers.
-        This is decided here alone: for the kernels that say how many rows their plain code takes, and for Inductor's
-        templates. In other kernels of many rows, ptxas would wait for each product unless K is divided."""
-        return f"sm_{self.gpu.arch}" in WGMMA_ON and (
-            plain_rows(autotuner) > 0 or autotuner.heuristic_type == HeuristicType.TEMPLATE
+        """Return True if the kernel gets a second image, unless that has no ``wgmma`` or spills registers. This is
+        decided here alone: for kernels with an offer, for those that say how many rows their plain code takes, and for
+        Inductor's templates. In other kernels of many rows, ptxas would wait for each product unless K is divided."""
+        return self.gpu is not None and (
+            autotuner.fn.__name__ in OFFERED
+            or plain_rows(autotuner) > 0
+            or autotuner.heuristic_type == HeuristicType.TEMPLATE
         )
 
-    def add(self, autotuner: CachingAutotuner, plain: CompileResult, config: Config) -> None:
-        """Compile the second image of a kernel with ``config``, and let the host of ``plain`` pass enough shared memory
-        for both. Nothing is added if the image would have no ``wgmma``, would spill registers, or would take more
-        shared memory than the GPU has. Raises ValueError if one host cannot launch both.
+    def compiled(self, autotuner: CachingAutotuner, plain: CompileResult, config: Config) -> OwnImage | None:
+        """Compile the second image of a kernel with ``config``. Return None if the image would have no ``wgmma``, would
+        spill registers, or would take more shared memory than the GPU has. Raises ValueError if one host cannot launch
+        both.
         """
+        offer = OFFERED.get(autotuner.fn.__name__)
+        own = offer(autotuner, plain.kernel) if offer else self._by_triton(autotuner, plain, config)
+        assert self.gpu is not None
+        return own if own is not None and own.shared <= self.gpu.shared_memory_per_block else None
+
+    def _by_triton(self, autotuner: CachingAutotuner, plain: CompileResult, config: Config) -> OwnImage | None:
+        assert self.gpu is not None
+        properties = autotuner.device_props
         try:
+            autotuner.device_props = properties._replace(cc=self.gpu.arch)
             with self.own_code():
                 own = autotuner._precompile_config(config).kernel
         except (OutOfResources, PTXASError):
-            return
-        shared, most = own.metadata.shared, self.gpu.shared_memory_per_block
-        if "wgmma.mma_async" not in own.asm["ptx"] or shared > most or usage(own.asm["cubin"])[1]:
-            return
-        shared = shared_by_both(plain.kernel, own)
-        plain.kernel.metadata = plain.kernel.metadata._replace(shared=shared)
-        self.known[_digest(plain.kernel.asm["cubin"])] = Image(own.asm["cubin"], own.asm["ptx"])
-
-    def run(self, command: list[str], *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - as subprocess.run
-        """Run a command in place of ``subprocess.run`` where Inductor calls ``fatbinary``, with the second image of the
-        kernel added.
-
-        Raises ValueError if nvcc is called in place of ``fatbinary``, which would leave the image out.
-        """
-        if "-fatbin" in command and self.known:
-            raise ValueError("nvcc makes a fatbin without the code for sm_90a: fatbinary is not beside nvcc")
-        if any(word.startswith("--create=") for word in command):
-            command = [*command, *self._images(command)]
-        return subprocess.run(command, *arguments, **options)
-
-    def _images(self, command: list[str]) -> list[str]:
-        """Write the second image of the kernel that ``command`` packs, and return the words that pack it too."""
-        (cubin,) = (Path(word.partition("file=")[2]) for word in command if word.startswith("--image3=kind=elf"))
-        image = self.known.get(_digest(cubin.read_bytes()))
-        if image is None:
-            return []
-        machine_code, ptx = cubin.with_suffix(f".{ARCH}.cubin"), cubin.with_suffix(f".{ARCH}.ptx")
-        machine_code.write_bytes(image.cubin)
-        ptx.write_text(image.ptx)
-        return [f"--image3=kind=elf,sm={ARCH},file={machine_code}", f"--image3=kind=ptx,sm={ARCH},file={ptx}"]
+            return None
+        finally:
+            autotuner.device_props = properties
+        if "wgmma.mma_async" not in own.asm["ptx"] or usage(own.asm["cubin"])[1]:
+            return None
+        check_one_host(plain.kernel, own)
+        return OwnImage(own.asm["cubin"], own.metadata.num_warps, own.metadata.shared)
 
 
 def plain_rows(autotuner: CachingAutotuner) -> int:
@@ -103,27 +102,36 @@ def plain_rows(autotuner: CachingAutotuner) -> int:
     return autotuner.triton_meta["constants"].get(PLAIN, 0)
 
 
-def plain_config(config: Config, rows: int) -> Config:
-    """Return the configuration of the plain image, which takes ``rows`` at a time, since it has no ``wgmma``. 0: it is
-    the configuration of both."""
-    if not rows:
-        return config
-    plain = copy(config)
-    plain.kwargs = {**config.kwargs, AT_A_TIME: rows}
-    return plain
+def plain_gpu(gpu: Gpu) -> Gpu:
+    """Return ``gpu`` with no more shared memory for a block than each later GPU has, since they run its plain code."""
+    later = (each.shared_memory_per_block for each in BY_ARCH.values() if each.arch >= gpu.arch)
+    return replace(gpu, shared_memory_per_block=min(later))
 
 
-def own_config(plain: Config) -> Config:
-    """Return the configuration of the second image, which takes all rows of a program at a time."""
-    own = copy(plain)
-    own.kwargs = {name: value for name, value in plain.kwargs.items() if name != AT_A_TIME}
+def plain_configs(autotuner: CachingAutotuner) -> list[Config]:
+    """Return the configurations of the plain image of a kernel with one configuration; it takes ``plain_rows`` at a
+    time, since it has no ``wgmma``."""
+    (given,), rows = autotuner.configs, {AT_A_TIME: plain_rows(autotuner)}
+    own = CONFIGS.get(autotuner.fn.__name__)
+    if own is None:
+        plain = copy(given)
+        plain.kwargs = given.kwargs | rows
+        return [plain]
+    return [
+        Config(given.kwargs | rows | {"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
+        for keys, stages, warps in own
+    ]
+
+
+def own_config(given: Config) -> Config:
+    """Return the configuration of the second image, without a limit of registers."""
+    own = copy(given)
     own.maxnreg = None
     return own
 
 
-def shared_by_both(plain: Any, own: Any) -> int:  # noqa: ANN401 - kernels as Triton compiles them
-    """Return the bytes of shared memory that the host passes to both kernels. Raises ValueError, which names what
-    differs, if one host cannot launch both."""
+def check_one_host(plain: Any, own: Any) -> None:  # noqa: ANN401 - kernels as Triton compiles them
+    """Raise ValueError, which names what differs, if one host cannot launch both kernels."""
     for field in EQUAL:
         one, other = getattr(plain.metadata, field), getattr(own.metadata, field)
         if one != other:
@@ -131,7 +139,6 @@ def shared_by_both(plain: Any, own: Any) -> int:  # noqa: ANN401 - kernels as Tr
     one, other = (_parameters(kernel.asm["ptx"]) for kernel in (plain, own))
     if one != other:
         raise ValueError(f"{plain.metadata.name}: the parameters are {one}, and {other} in the code for sm_{ARCH}")
-    return max(plain.metadata.shared, own.metadata.shared)
 
 
 def _parameters(ptx: str) -> list[str]:
@@ -139,7 +146,3 @@ def _parameters(ptx: str) -> list[str]:
     found = PARAMETERS.search(ptx)
     assert found is not None, ptx[:200]
     return [" ".join(word for word in line.split()[:-1]) for line in found[1].split(",")]
-
-
-def _digest(cubin: bytes) -> str:
-    return hashlib.sha256(cubin).hexdigest()

@@ -4,8 +4,10 @@ symbols. Each check finds the fault that is put into it."""
 import re
 
 import pytest
+from cuda_artifact import sources_of
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from machine_code import check as code_check
+from machine_code.barriers import faults as barrier_faults
 from machine_code.check import check_code
 from machine_code.libraries import cuda_delegates
 from machine_code.runtime_symbols import CUDA_DRIVER, CUDA_RUNTIME, DRIVER, EXECUTORCH, lacking, of_pytorch
@@ -33,6 +35,8 @@ def test_the_code_of_a_correct_artifact_has_no_faults(cuda_artifact, libraries):
     assert all(read_library(library).kernels for library in libraries.values())
     later = {f"sm_{gpu.arch}" for gpu in GPUS.values() if gpu.arch >= gpus_of(ARCH)[0].arch}
     assert runs_on == dict.fromkeys(later)
+    second = [file.read_text() for file in sources_of(cuda_artifact).glob("*.ptx")]
+    assert second and [list(barrier_faults(ptx)) for ptx in second] == [[]] * len(second)
 
 
 @pytest.fixture
@@ -102,7 +106,7 @@ def test_blocks_that_are_too_large_are_named():
 def test_an_export_reports_later_architectures_that_its_blocks_do_not_fit():
     """PTX runs on later architectures, which have 99 KB of the 163 KB of sm_80."""
     for arch, size, later in (
-        ("sm_80", 120, ["sm_86", "sm_89", "sm_120"]), ("sm_90", 120, ["sm_120"]), ("sm_86", 98, []),
+        ("sm_80", 120, ["sm_86", "sm_89", "sm_120", "sm_121"]), ("sm_90", 120, ["sm_120", "sm_121"]), ("sm_86", 98, []),
     ):  # fmt: skip
         taken = {"prefill": [{"kernel": "k", "threads": 128, "shared_bytes": size * KB}]}
         assert list(lacking_on_later(arch, taken)) == later

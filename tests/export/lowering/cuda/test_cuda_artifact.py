@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from shared_libraries import loaded_by
 
 from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
+from eagle3.export.exporting import output_name
 from eagle3.export.lowering.cuda.backend import BACKEND as cuda
 from eagle3.export.lowering.cuda.kernels.int4.records.tensor import pack_records
 from eagle3.export.pipeline import load_speculator
@@ -23,6 +25,7 @@ from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.commands.inspect import main as inspect_main
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, PREFILL, SPECULATE, TARGET_VERIFY
 from eagle3.runner.hosts.torch_host import read_methods
+from eagle3.runner.system.gpus import BY_ARCH, GPUS
 from eagle3.targets.attention import EagerAttention
 
 ARCH = () if torch.cuda.is_available() else ("--cuda-arch", "sm_90")
@@ -54,7 +57,7 @@ def test_the_manifest_has_the_architecture_and_the_compiler_of_the_kernels(found
             architectures = found["methods"][name]["delegates"]["CudaBackend"]["architectures"]
             # INT4 matmuls of many rows have a second image
             images = {"sm_90", "sm_90a"} if name == PREFILL else {"sm_90"}
-            assert [set(codes) for codes in architectures.values()] == [images, images]
+            assert [set(codes) for codes in architectures.values()] == [images, {"sm_90"}]
 
 
 def test_the_cuda_artifact_is_complete_and_matches_its_record(found):
@@ -137,16 +140,19 @@ def fails(tmp_path, *args) -> tuple[int, str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to take the architecture from")
-def test_without_a_gpu_the_architecture_must_be_named(tmp_path):
-    code, line = fails(tmp_path)
-    assert code == 1 and "no GPU" in line and "type --cuda-arch sm_90" in line
-    planned = run_command(export_main, *EXPORT, "--output-dir", tmp_path / "out", "--dry-run")
-    assert f"Warning: {line.removeprefix('Error: ')}" in planned.stderr.splitlines()
+def test_without_a_gpu_and_an_architecture_every_gpu_is_planned_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    planned = json.loads(run_command(export_main, *EXPORT, "--dry-run", "--json").stdout)
+    assert planned["fits"].keys() == GPUS.keys()
+    assert output_name("gemma4-tiny", None, "cuda", ",".join(BY_ARCH)) == Path("gemma4-tiny-cuda-all")
+    assert output_name("gemma4-tiny", None, "cuda", "sm_80,sm_90") == Path("gemma4-tiny-cuda-sm_80-sm_90")
 
 
 def test_an_unknown_architecture_is_a_usage_error_that_lists_the_known(tmp_path):
     code, line = fails(tmp_path, "--cuda-arch", "sm_91")
     assert code == 2 and all(arch in line for arch in ("sm_80", "sm_90", "sm_120"))
+    code, line = fails(tmp_path, "--cuda-arch", "sm_90,sm_12")
+    assert code == 2 and "Did you mean 'sm_12" in line
 
 
 def test_a_chain_length_beyond_the_small_m_kernels_is_refused(tmp_path):

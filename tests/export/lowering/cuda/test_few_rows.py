@@ -339,6 +339,22 @@ def test_tiles_are_whole_as_far_as_they_run_at_a_time_and_the_rest_is_split_alon
     assert sums.division(2 * 21504, 21, 128).programs(336) == (264 + 3 * 72, 1)  # 216 programs share 72 tiles
 
 
+class Fewer(Kept):
+    """A kernel as one of several GPUs has it: with fewer parts than there is memory for."""
+
+    def __getitem__(self, programs: Any) -> Callable:
+        return lambda *args, **options: self.kernel[(*programs[:2], 2)](*args, **options | {"SPLITS": 2})
+
+
+@pytest.mark.parametrize("name", ["int4", "bf16"])
+def test_a_gpu_may_have_fewer_parts_of_k_than_there_is_memory_for(name):
+    format, x = FORMATS[name], activations(5, 2048)
+    weight = format.made(256, 2048)
+    with interpreted(sums, small_m, int4, bf16):
+        found = format.launch(Fewer(format.kernel()), x, weight, sums.counters(), 3)
+    assert torch.equal(found, format.product(x, weight, 2))
+
+
 @pytest.mark.parametrize(("outputs", "whole"), [([40960], 264), ([20480] * 2, 264), ([40000], 0), ([13696] * 3, 0)])
 def test_weights_whose_programs_need_more_registers_have_no_whole_tiles(outputs, whole):
     """Only one program with three weights, or with a partial tile, fits on a multiprocessor."""

@@ -31,6 +31,7 @@ from eagle3.export.lowering.cuda.named_gpu.choices import MORE, Tile, choices, n
 from eagle3.export.lowering.cuda.named_gpu.compiling import OneConfiguration, compiling
 from eagle3.export.lowering.cuda.named_gpu.configurations import groups, usage
 from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device, operators
+from eagle3.export.lowering.cuda.named_gpu.fatbins import Fatbins
 from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, on_named_gpu, weights_on_host
 from eagle3.runner.system.gpus import BY_ARCH
@@ -88,7 +89,7 @@ def _maximum(x, y, n: triton.language.constexpr):
 
 
 @without_gpu
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_87", "sm_90", "sm_100", "sm_110", "sm_121"])
 def test_triton_compiles_for_the_named_gpu_code_that_later_ones_run_too(arch):
     """Code is not for sm_90a, whose PTX is for that architecture alone. Unpatched, Triton's LLVM ends the process for
     a maximum over a warp on sm_100."""
@@ -105,7 +106,7 @@ def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: Heu
     def compile_one(config: Config) -> SimpleNamespace:
         shared, spilled = compiled[str(config)]
         metadata = SimpleNamespace(shared=shared, num_warps=config.num_warps)
-        kernel = SimpleNamespace(metadata=metadata, asm={"cubin": (32, spilled)})
+        kernel = SimpleNamespace(metadata=metadata, asm={"cubin": (32, spilled), "ptx": ""})
         return SimpleNamespace(kernel=kernel, config=config)
 
     return SimpleNamespace(
@@ -121,7 +122,8 @@ def tuner(configs: list[Config], compiled: dict[str, tuple[int, int]], kind: Heu
 def chosen(arch: str, *args) -> tuple[Config, list[dict]]:
     one = tuner(*args)
     with patch("eagle3.export.lowering.cuda.named_gpu.configurations.usage", lambda cubin: cubin):
-        result = OneConfiguration(BY_ARCH[arch], SecondImages(BY_ARCH[arch], nullcontext)).chosen(one)
+        gpus = [BY_ARCH[arch]]
+        result = OneConfiguration(gpus, SecondImages(gpus, nullcontext), Fatbins()).chosen(one)
     return result.config, one.inductor_meta["precomputed_grids"]
 
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,18 +15,27 @@ from machine_code import bounds
 from machine_code.barriers import faults
 from machine_code.libraries import preferred
 from machine_code.sass import disassembler, images, read_codes, read_usages
-from torch._inductor.runtime.hints import HeuristicType
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.hints import DeviceProperties, HeuristicType
 from torch.export import Dim
 from triton import Config
 from triton.runtime.errors import OutOfResources
 
-from eagle3.export.lowering.cuda.kernels import large_m, sums
+from eagle3.export.lowering.cuda.kernels import attention_chunk, large_m, sums
 from eagle3.export.lowering.cuda.kernels.attention import attention
+from eagle3.export.lowering.cuda.named_gpu import fatbins as fatbins_of_a_list
 from eagle3.export.lowering.cuda.named_gpu import second_image
-from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages, own_config, plain_config, shared_by_both
+from eagle3.export.lowering.cuda.named_gpu.fatbins import Fatbins, Packed
+from eagle3.export.lowering.cuda.named_gpu.second_image import (
+    OwnImage,
+    SecondImages,
+    check_one_host,
+    own_config,
+    plain_configs,
+)
 from eagle3.runner.artifact.cuda_library import fatbin_entries, read_library
 from eagle3.runner.contract import TARGET_VERIFY
-from eagle3.runner.system.gpus import BY_ARCH, GPUS, Gpu
+from eagle3.runner.system.gpus import BY_ARCH, GPUS, Gpu, lacking_on_later
 
 ROWS, WIDTH, SLOTS, OUTPUTS = 512, 2048, 4096, 5376
 
@@ -53,7 +63,7 @@ def on_hopper():
     given = activations(ROWS, WIDTH), torch.arange(ROWS)
     with sums.made_for_named("sm_90"):
         _, graph = lowered(Layer(), given, rows=ROWS, library=True, dynamic_shapes=(rows, rows))
-    return graph.recorded, read_library(graph.library).kernels
+    return graph.recorded, read_library(graph.library).kernels, graph.wrappers
 
 
 INT4, TEMPLATE, ATTENTION = KINDS = "_int4_matmul_kernel", "triton_tem", "_attention_chunk_kernel"
@@ -86,7 +96,7 @@ def printed(fatbin: bytes, folder, form: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fatbin_has_both_images_and_wgmma_in_one_of_them(fatbins, kind, tmp_path):
     fatbin = fatbins[kind]
-    assert list(fatbin_entries(fatbin)) == [("sass", "sm_90"), ("ptx", "sm_90"), ("sass", "sm_90a"), ("ptx", "sm_90a")]
+    assert list(fatbin_entries(fatbin)) == [("sass", "sm_90"), ("ptx", "sm_90"), ("sass", "sm_90a")]
     codes = images(printed(fatbin, tmp_path, "-sass"), "elf")
     assert "HMMA.16816" in codes["sm_90"] and "HGMMA" not in codes["sm_90"]
     assert "HGMMA.64x" in codes["sm_90a"] and not re.search(r"\bHMMA", codes["sm_90a"])
@@ -115,12 +125,35 @@ def test_the_second_image_waits_once_for_each_dot_and_spills_no_registers(fatbin
     assert min(loop.instructions for loop in plain.loops if loop.multiply_adds) * 128 / weights <= 7.2
 
 
-def test_the_host_passes_the_larger_shared_memory_and_two_programs_fit(entries):
+def test_each_image_has_its_own_shared_memory_and_two_programs_fit(entries):
     launch = entries[INT4]
     x, words = 128 * 64 * 2 * large_m.STAGES, 128 * 8 * 4 * (large_m.STAGES - 1)
     assert launch["grid"][:2] == (ROWS // 128, 2) and launch["threads"] == 128
-    assert launch["shared_bytes"] >= x + words  # of the second image; the plain one takes half of the rows at a time
+    own, plain = launch["cards"]
+    assert (own["first"], plain["first"]) == (90, 91) and own["threads"] == plain["threads"] == 128
+    assert own["shared_bytes"] == launch["shared_bytes"] >= x + words
+    assert plain["shared_bytes"] < own["shared_bytes"] - x // 2 + 4096  # half of the rows at a time
     assert GPUS["H200"].resident(255, launch["shared_bytes"], launch["threads"]) == 2
+
+
+def test_the_plain_image_of_attention_has_a_configuration_of_its_own_that_every_later_gpu_can_launch(entries):
+    """With the warps and the 196,608 bytes of the second image, an RTX 5090 would refuse it."""
+    own, plain = entries[ATTENTION]["cards"]
+    assert own["threads"] == 256 and own["shared_bytes"] > 150 << 10
+    assert plain["shared_bytes"] <= GPUS["RTX 5090"].shared_memory_per_block
+    assert own["constants"]["ROWS"] == 64 and plain["constants"]["ROWS"] == 32
+    assert lacking_on_later("sm_90", {TARGET_VERIFY: [entries[INT4], entries[ATTENTION]]}) == {}
+
+
+def test_the_library_asks_the_gpu_for_its_launch(on_hopper, entries):
+    """Kernels whose images have one launch are launched as before."""
+    sources = on_hopper[2]
+    for entry in entries.values():
+        cards = ", ".join(
+            f"{{{card['first']}, {card['threads'] // 32}, {card['shared_bytes']}, 0}}"
+            for card in entry.get("cards", ())
+        )
+        assert (f"cards_[] = {{{cards}}};" in sources) == bool(cards)
 
 
 TOKENS = 1024
@@ -172,8 +205,14 @@ def test_the_cost_is_that_of_the_code_that_the_gpu_runs(on_hopper, kernels, entr
     assert fast / slow == pytest.approx(0.63)
 
 
+def own_ptx(fatbin: bytes) -> str:
+    """Return the PTX of the second image, which is in Triton's cache alone, beside its machine code."""
+    cubins = (Path(cache_dir()) / "triton-own").glob("*/*.cubin")
+    return next(cubin.with_suffix(".ptx").read_text() for cubin in cubins if cubin.read_bytes() in fatbin)
+
+
 def test_the_barriers_of_both_images_are_checked(fatbin):
-    sources = read_usages([fatbin])[fatbin].ptx
+    sources = [*read_usages([fatbin])[fatbin].ptx, own_ptx(fatbin)]
     assert [re.search(r"\.target (\w+)", ptx)[1] for ptx in sources] == ["sm_90", "sm_90a"]
     for ptx in sources:
         assert faults(ptx) == []
@@ -181,26 +220,37 @@ def test_the_barriers_of_both_images_are_checked(fatbin):
     assert missing != sources[1] and faults(missing)
 
 
+def named(name: str) -> SimpleNamespace:
+    return SimpleNamespace(__name__=name)
+
+
 def test_kernels_of_many_rows_and_templates_for_sm_90_alone_get_a_second_image():
     many, few, other = (
-        SimpleNamespace(triton_meta={"constants": found}, heuristic_type=HeuristicType.USER_AUTOTUNE)
+        SimpleNamespace(triton_meta={"constants": found}, heuristic_type=HeuristicType.USER_AUTOTUNE, fn=named("k"))
         for found in ({"ROWS": 128, "PLAIN_ROWS": 64}, {"ROWS": 64, "PLAIN_ROWS": 0}, {"BLOCK_M": 64})
     )
-    template = SimpleNamespace(triton_meta={"constants": {}}, heuristic_type=HeuristicType.TEMPLATE)
-    on_hopper = SecondImages(BY_ARCH["sm_90"], None)
+    template = SimpleNamespace(triton_meta={"constants": {}}, heuristic_type=HeuristicType.TEMPLATE, fn=named("k"))
+    on_hopper = SecondImages([BY_ARCH["sm_90"]], None)
     assert on_hopper.wanted(many) and on_hopper.wanted(template)
     assert not on_hopper.wanted(few) and not on_hopper.wanted(other)
-    for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"):
-        assert not any(SecondImages(BY_ARCH[arch], None).wanted(each) for each in (many, template))
+    for arch in BY_ARCH.keys() - {"sm_90"}:
+        assert not any(SecondImages([BY_ARCH[arch]], None).wanted(each) for each in (many, template))
 
 
 def test_the_plain_image_takes_64_rows_at_a_time_and_the_second_one_all():
-    config = Config({"STAGES": 4}, num_warps=4, maxnreg=168)
-    plain = plain_config(config, 64)
-    own = own_config(plain)
-    assert plain_config(config, 0) is config
-    assert plain.kwargs == {"STAGES": 4, "ROWS": 64} and config.kwargs == own.kwargs == {"STAGES": 4}
-    assert own.maxnreg is None and plain.maxnreg == 168 and own.num_warps == 4
+    given = Config({"STAGES": 4}, num_warps=4, maxnreg=168)
+
+    def plain(kernel: str) -> list[Config]:
+        meta = {"constants": {"ROWS": 128, "PLAIN_ROWS": 64}}
+        return plain_configs(SimpleNamespace(configs=[given], triton_meta=meta, fn=named(kernel)))
+
+    (int4,) = plain("_int4_matmul_kernel")
+    assert int4.kwargs == {"STAGES": 4, "ROWS": 64} and int4.maxnreg == 168 and given.kwargs == {"STAGES": 4}
+    own = own_config(given)
+    assert own.kwargs == {"STAGES": 4} and own.maxnreg is None and own.num_warps == 4
+    of_attention = {(each.kwargs["BLOCK_N"], each.num_stages, each.num_warps) for each in plain(ATTENTION)}
+    assert of_attention == {*attention_chunk.CONFIGS}
+    assert {each.kwargs["ROWS"] for each in plain(ATTENTION)} == {64}
 
 
 PTX = ".visible .entry k(\n\t.param .u64 .ptr .global .align 1 k_param_0,\n\t.param .u32 k_param_1\n)\nwgmma.mma_async"
@@ -220,57 +270,72 @@ def kernel(ptx: str = PTX, cubin: bytes = b"", **metadata) -> SimpleNamespace:
 
 
 def test_two_images_that_one_host_cannot_launch_are_refused():
-    assert shared_by_both(kernel(), kernel(shared=80_000)) == shared_by_both(kernel(shared=80_000), kernel()) == 80_000
-    for field, other in (("name", "l"), ("num_warps", 8), ("num_ctas", 2), ("global_scratch_size", 128)):
+    check_one_host(kernel(), kernel(shared=80_000, num_warps=8))
+    for field, other in (("name", "l"), ("num_ctas", 2), ("global_scratch_size", 128)):
         with pytest.raises(ValueError, match=f"k: {field} is .*, and {other} in the code for sm_90a"):
-            shared_by_both(kernel(), kernel(**{field: other}))
+            check_one_host(kernel(), kernel(**{field: other}))
     for ptx in (PTX.replace("u32", "u64"), PTX.replace(",\n\t.param .u32 k_param_1", "")):
         with pytest.raises(ValueError, match="k: the parameters are"):
-            shared_by_both(kernel(), kernel(ptx))
+            check_one_host(kernel(), kernel(ptx))
 
 
-def added(own: SimpleNamespace | None, monkeypatch, spills: int = 0) -> tuple[SimpleNamespace, SecondImages]:
-    """Add ``own`` to a plain kernel; return the latter, and the images. Of None Triton says that it does not fit."""
+def compiled(own: SimpleNamespace | None, monkeypatch, spills: int = 0, name: str = "k") -> OwnImage | None:
+    """Compile ``own`` beside a plain kernel. Of None Triton says that it does not fit."""
     monkeypatch.setattr(second_image, "usage", lambda cubin: (255, spills))
-    found, plain = SecondImages(BY_ARCH["sm_90"], nullcontext), kernel(cubin=b"plain")
 
-    def compiled(_config: Config) -> SimpleNamespace:
+    def compile_one(_config: Config) -> SimpleNamespace:
+        assert autotuner.device_props.cc == 90
         if own is None:
             raise OutOfResources(240_000, BY_ARCH["sm_90"].shared_memory_per_block, "shared memory")
         return SimpleNamespace(kernel=own)
 
-    autotuner = SimpleNamespace(_precompile_config=compiled)
-    found.add(autotuner, SimpleNamespace(kernel=plain), Config({}))
-    return plain, found
+    given = DeviceProperties("cuda", 0, 108, 80)
+    autotuner = SimpleNamespace(_precompile_config=compile_one, fn=named(name), device_props=given)
+    images = SecondImages([BY_ARCH["sm_80"], BY_ARCH["sm_90"]], nullcontext)
+    found = images.compiled(autotuner, SimpleNamespace(kernel=kernel(cubin=b"plain")), Config({}))
+    assert autotuner.device_props is given
+    return found
 
 
 def test_an_image_without_wgmma_with_spills_or_that_does_not_fit_is_left_out(monkeypatch):
-    plain, found = added(kernel(shared=80_000), monkeypatch)
-    assert plain.metadata.shared == 80_000 and len(found.known) == 1
+    image = compiled(kernel(shared=80_000, num_warps=8, cubin=b"own"), monkeypatch)
+    assert image == OwnImage(b"own", 8, 80_000)
     without = kernel(PTX.replace("wgmma", "mma"), shared=80_000)
     for own, spills in ((without, 0), (kernel(shared=80_000), 8), (kernel(shared=240_000), 0), (None, 0)):
-        plain, found = added(own, monkeypatch, spills)
-        assert plain.metadata.shared == 40_000 and not found.known
+        assert compiled(own, monkeypatch, spills) is None
 
 
-def test_the_image_is_packed_with_its_kernel_alone(monkeypatch, tmp_path):
-    _, found = added(kernel(cubin=b"own"), monkeypatch)
+def test_a_kernel_may_offer_an_image_from_another_source(monkeypatch):
+    offered = OwnImage(b"of nvcc", 12, 190_000)
+    monkeypatch.setitem(second_image.OFFERED, "other", lambda _autotuner, plain: offered if plain.asm["ptx"] else None)
+    assert compiled(None, monkeypatch, name="other") == offered
+    monkeypatch.setitem(second_image.OFFERED, "other", lambda *_: offered._replace(shared=240_000))
+    assert compiled(None, monkeypatch, name="other") is None
+    few = SimpleNamespace(triton_meta={"constants": {}}, heuristic_type=HeuristicType.USER_AUTOTUNE, fn=named("other"))
+    assert SecondImages([BY_ARCH["sm_90"]], None).wanted(few)
+
+
+def test_the_images_are_packed_with_their_kernel_alone(monkeypatch, tmp_path):
+    found, late = Fatbins(), Future()
+    found.keep(b"plain", [Packed("elf", "90a", b"own"), Packed("elf", "120", late), Packed("ptx", "120", b"text")])
+    late.set_result(b"late")
     ran = []
-    monkeypatch.setattr(second_image.subprocess, "run", lambda command, **_: ran.append(command))
+    monkeypatch.setattr(fatbins_of_a_list.subprocess, "run", lambda command, **_: ran.append(command))
     for name in ("plain", "other"):
         (tmp_path / name).write_bytes(name.encode())
         command = ["fatbinary", "--create=x", f"--image3=kind=elf,sm=90,file={tmp_path / name}"]
         found.run(command, check=True)
         assert ran[-1][:3] == command
         more = [word.partition("file=") for word in ran[-1][3:]]
-        assert [start for start, _, _ in more] == (
-            ["--image3=kind=elf,sm=90a,", "--image3=kind=ptx,sm=90a,"] if name == "plain" else []
-        )
-        if more:
-            assert [Path(file).read_bytes() for _, _, file in more] == [b"own", PTX.encode()]
+        if name == "plain":
+            kinds = ("elf,sm=90a", "elf,sm=120", "ptx,sm=120")
+            assert [start for start, _, _ in more] == [f"--image3=kind={kind}," for kind in kinds]
+            assert [Path(file).read_bytes() for _, _, file in more] == [b"own", b"late", b"text"]
+        else:
+            assert more == []
     found.run(["ld", "-o", "x"])
     assert ran[-1] == ["ld", "-o", "x"]
-    with pytest.raises(ValueError, match="nvcc makes a fatbin without the code for sm_90a"):
+    with pytest.raises(ValueError, match="nvcc makes a fatbin with one image"):
         found.run(["nvcc", "-fatbin", "k.ptx"])
 
 

@@ -41,7 +41,7 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
     operand,
     sum_of_groups,
 )
-from eagle3.export.lowering.cuda.kernels.sums import COUNTERS, arrive, gate_of, gated, multiprocessors, row_tiles
+from eagle3.export.lowering.cuda.kernels.sums import COUNTERS, arrive, even_programs, gate_of, gated, row_tiles
 
 TOGETHER = {8: 3, 16: 2}
 """The number of programs that fit on a multiprocessor, by the most rows of any call, at 80 and 128 registers a
@@ -68,9 +68,9 @@ class Shares(NamedTuple):
 
 
 def shares_here(n: int, k: int, most_rows: int) -> Shares:
-    """Return the shares of a weight [n, k] on the GPU that ``sums.made_for`` names. ``most_rows``, 8 or 16, is the most
-    rows of any call with this weight."""
-    return shares(n, k, multiprocessors() * TOGETHER[most_rows])
+    """Return the shares of a weight [n, k] on the GPUs that ``sums.made_for`` names. ``most_rows``, 8 or 16, is the
+    most rows of any call with this weight."""
+    return shares(n, k, even_programs(TOGETHER[most_rows], f"{n} x {k}"))
 
 
 @cache

@@ -1,0 +1,171 @@
+"""One library for several GPUs: which image each takes, how it is launched there, and what is refused."""
+
+import re
+import struct
+
+import pytest
+import torch
+from cuda_lowered import lowered
+from kernel_inputs import Int4Linear, activations
+from machine_code.sass import read_codes_for
+from torch.export import Dim
+
+from eagle3.export.lowering.cuda.inductor.card_launches import CardLaunch, Image, launches_by_card, taken
+from eagle3.export.lowering.cuda.inductor.early_launches import can_start_early
+from eagle3.export.lowering.cuda.kernels import sums
+from eagle3.export.lowering.cuda.kernels.attention import attention
+from eagle3.export.lowering.cuda.named_gpu.fatbins import common_gpu, with_own_images
+from eagle3.runner.artifact.cuda_library import fatbin_entries, read_library
+from eagle3.runner.hosts.torch_host_checks import check_architectures
+from eagle3.runner.system.gpus import ALL, BY_ARCH, archs_of, excesses, gpus_of, launches_on
+
+NAMED = "sm_80,sm_86,sm_87,sm_90,sm_120"
+ROWS, WIDTH, HEAD, SLOTS = 96, 1024, 256, 512
+
+
+class Layer(torch.nn.Module):
+    """An INT4 linear and attention of a prefill, with heads for which the A100 has a larger configuration."""
+
+    def __init__(self):
+        super().__init__()
+        self.int4 = Int4Linear(16384, WIDTH)
+        self.register_buffer("cache", torch.zeros(1, 1, SLOTS, HEAD).bfloat16())
+
+    def forward(self, x, last):
+        given = torch.zeros_like(last), last, self.int4.arrived, 0.1, SLOTS, 0
+        return self.int4(x) + 1, attention(x.view(1, x.shape[0], -1, HEAD), self.cache, self.cache, *given)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The recorded launches of a layer for ``NAMED``, its library, and the C++ that launches its kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: nothing is substituted")
+    rows = {0: Dim("rows", min=17, max=128)}
+    with sums.made_for_named(NAMED):
+        _, graph = lowered(
+            Layer(), (activations(ROWS, WIDTH), torch.arange(ROWS)), rows=ROWS, arch=NAMED, library=True,
+            dynamic_shapes=(rows, rows),
+        )  # fmt: skip
+    return graph.launches, read_library(graph.library), graph.wrappers
+
+
+def test_each_gpu_has_machine_code_and_later_ones_ptx(made):
+    launches, library, _ = made
+    wgmma = ("_int4_matmul_kernel", "_attention_chunk_kernel")
+    for name, fatbin in library.kernels.items():
+        images = list(fatbin_entries(fatbin))
+        own = "sm_90a" if name.startswith(wgmma) else "sm_90"
+        assert {arch for form, arch in images if form == "sass"} == {"sm_80", "sm_86", "sm_87", own, "sm_120"}
+        assert {arch for form, arch in images if form == "ptx"} in ({"sm_80"}, {"sm_80", "sm_120"})
+        check_architectures({"prefill": library}, (8, 9), NAMED)
+        check_architectures({"prefill": library}, (13, 0), NAMED)
+    assert {entry["kernel"] for entry in launches} < library.kernels.keys()  # one is for few rows
+
+
+def test_every_gpu_has_a_launch_with_warps_and_shared_memory_that_fit_it(made):
+    launches, library, wrappers = made
+    codes = read_codes_for(library.kernels.values(), [BY_ARCH[arch].capability for arch in archs_of(NAMED)])
+    for arch in archs_of(NAMED):
+        own = launches_on({"prefill": launches}, BY_ARCH[arch].arch)
+        assert list(excesses(own, arch, BY_ARCH[arch].shared_memory_per_block)) == []
+        for entry in own["prefill"]:
+            code = codes[library.kernels[entry["kernel"]]][BY_ARCH[arch].capability]
+            assert code.spill_bytes == 0 and code.registers * entry["threads"] <= 65536
+    (attends,) = (entry for entry in launches if entry["kernel"].startswith("_attention_chunk"))
+    shared = {arch: launches_on({"": [attends]}, BY_ARCH[arch].arch)[""][0]["shared_bytes"] for arch in archs_of(NAMED)}
+    assert shared["sm_86"] == shared["sm_120"] <= 99 << 10 < shared["sm_90"]
+    for entry in launches:
+        table = ", ".join(
+            f"{{{card['first']}, {card['threads'] // 32}, {card['shared_bytes']}, {card['parts']}}}"
+            for card in entry.get("cards", ())
+        )
+        assert (f"cards_[] = {{{table}}};" in wrappers) == bool(table)
+    # 128 tiles of few rows: an RTX 5090 has room for two programs of each at a time, an A100 for one
+    (few,) = re.findall(r"cards_\[\] = (\{\{80, 8, \d+, 1\}.*\});", wrappers)
+    assert re.search(r"\{90, 8, \d+, 2\}.*\{120, 8, \d+, 2\}$", few[:-1])
+
+
+def test_a_gpu_that_no_image_serves_is_refused_with_those_that_are_served(made):
+    _, library, _ = made
+    words = rf"the GPU is sm_75, kernel .*the artifact serves {', '.join(BY_ARCH)}.: .*--cuda-arch sm_75"
+    with pytest.raises(ValueError, match=words):
+        check_architectures({"prefill": library}, (7, 5), NAMED)
+    name, fatbin = next(iter(library.kernels.items()))
+    broken = library.kernels | {name: without(fatbin, {"ptx"}, {"sm_87"})}
+    with pytest.raises(ValueError, match=rf"sm_87, kernel {name} of prefill .*serves sm_80, sm_86, sm_89"):
+        check_architectures({"prefill": library.__class__(broken, [])}, (8, 7), NAMED)
+    check_architectures({"prefill": library.__class__(broken, [])}, (8, 9), NAMED)
+
+
+def without(fatbin: bytes, forms: set[str], archs: set[str]) -> bytes:
+    """Return a fatbin without the images of these forms, and of these architectures."""
+    (header,) = struct.unpack_from("<H", fatbin, 6)
+    at, kept = header, b""
+    for form, arch in fatbin_entries(fatbin):
+        length, payload = struct.unpack_from("<IQ", fatbin, at + 4)
+        if form not in forms and arch not in archs:
+            kept += fatbin[at : at + length + payload]
+        at += length + payload
+    return fatbin[:8] + struct.pack("<Q", len(kept)) + fatbin[16:header] + kept
+
+
+SASS = [Image("sass", "sm_80", 4, 100), Image("sass", "sm_86", 4, 50), Image("sass", "sm_90", 8, 200)]
+PTX = Image("ptx", "sm_80", 4, 100)
+
+
+def test_the_table_has_the_launch_of_the_image_that_the_driver_takes():
+    own = Image("sass", "sm_90a", 8, 300)
+    found = launches_by_card([*SASS, PTX, own])
+    # Tegra runs no desktop's code; after 9.0 and its own PTX comes that of sm_80
+    assert [each[:3] for each in found] == [
+        (80, 4, 100), (86, 4, 50), (87, 4, 100), (88, 4, 50), (90, 8, 300), (91, 8, 200), (100, 4, 100),
+    ]  # fmt: skip
+    assert launches_by_card(SASS)[-1] == CardLaunch(100, 0, 0)  # without PTX no later GPU runs
+    assert taken([*SASS, PTX], 75) is None and taken([*SASS, PTX], 103) == PTX
+    assert launches_by_card([PTX, Image("sass", "sm_80", 4, 100)]) == (CardLaunch(80, 4, 100),)
+
+
+def test_one_image_serves_gpus_of_one_family_with_equal_limits():
+    own = [f"sm_{gpu.arch}" for gpu in with_own_images(list(BY_ARCH.values()), {})]
+    assert own == ["sm_80", "sm_86", "sm_87", "sm_90", "sm_100", "sm_110", "sm_120"]
+    two = [BY_ARCH["sm_120"], BY_ARCH["sm_121"]]
+    assert with_own_images(two, {two[0]: 3, two[1]: 3}) == two[:1]
+    assert with_own_images(two, {two[0]: 3, two[1]: 2}) == two
+    one = common_gpu(list(BY_ARCH.values()))
+    assert (one.arch, one.shared_memory_per_block, one.multiprocessors) == (80, 99 << 10, 170)
+    assert common_gpu([BY_ARCH["sm_90"]]) is BY_ARCH["sm_90"]
+
+
+def test_a_list_is_ordered_and_all_are_known():
+    assert archs_of("sm_120,sm_80,sm_100,sm_80") == ["sm_80", "sm_100", "sm_120"]
+    assert archs_of(ALL) == list(BY_ARCH) == archs_of(",".join(BY_ARCH))
+    assert [gpu.name for gpu in gpus_of("sm_121,sm_90")] == ["H100", "H200", "GB10"]
+    assert can_start_early("sm_90,sm_121") and not can_start_early("sm_87,sm_90")
+
+
+@pytest.mark.parametrize(("outputs", "blocks"), [(5376, 84), (43008, 21), (256, 2)])
+def test_each_gpu_of_a_list_divides_a_matmul_as_if_it_were_alone(outputs, blocks):
+    """There is memory and a grid for the most parts; the kernel for each GPU has its own."""
+    with sums.made_for_named(ALL):
+        assert sums.multiprocessors() == 170 and sums.has_wgmma()
+        whole, most = sums.division(outputs, blocks, 128)
+    constants = {"N": outputs, "K": blocks * 256 - 8, "BLOCK_K": 256, "WHOLE": whole, "SPLITS": most}
+    own = {}
+    for arch, gpu in BY_ARCH.items():
+        with sums.made_for(gpu.multiprocessors, False):
+            own[arch] = sums.division(outputs, blocks, 128).parts
+    assert {arch: sums.parts_on(arch, constants) for arch in BY_ARCH} == own and max(own.values()) == most
+    for other in ({"SPLITS": 0}, {"WHOLE": 8}, {"N": 2 * outputs}, {"K": 256}):
+        assert sums.parts_on("sm_80", constants | other) is None
+    with sums.made_for_named("sm_80,sm_100"):
+        assert not sums.has_wgmma() and sums.division(2 * 21504, 21, 128).whole == 0
+
+
+def test_even_shares_fill_the_gpu_with_which_all_lose_the_least():
+    with sums.made_for_named("sm_90"):
+        assert sums.even_programs(3, "") == 3 * 132
+    sums.GIVEN_UP.clear()
+    with sums.made_for_named("sm_80,sm_90"):
+        assert sums.even_programs(3, "5 x 7") == 3 * 108
+    assert sums.GIVEN_UP == {"even shares of 5 x 7": {"sm_90": 0.2222}}
