@@ -1,0 +1,61 @@
+"""The image for sm_90a of the records' kernel of few rows: CUDA C++ whose weights come by bulk copies.
+
+4.25 TB/s on 132 multiprocessors are 16 bytes a cycle of each; at 1 us of latency 32 KB must be on the way all the time.
+The kernel of ``kernel.py`` has 28 KB for a part of its loop. This one keeps a ring of shared memory on the way,
+``STAGES`` blocks of a program, which it fills before it waits for the kernel in front. Sums are added in the same
+order by the same instructions, so results have the same bits. It was never timed.
+"""
+
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home
+from eagle3.export.lowering.cuda.kernels.int4.records.layout import RECORD
+from eagle3.export.lowering.cuda.kernels.small_m import WARPS
+from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
+
+SOURCE = Path(__file__).with_suffix(".cu")
+STAGES = {8: 6, 16: 9}
+"""The stages of a program's ring, by the rows of a tile: with 3 and 2 programs, 167 KB on a multiprocessor."""
+ACTIVATIONS = {"": 0, SILU: 1, GELU_TANH: 2}
+PITCH, BARS, ARRIVED = 36 * 4, 16, 16
+"""Bytes of shared memory: of a warp's sums of a row, of a stage's barriers, and of the number of arrivals."""
+
+
+def shared_bytes(rows: int) -> int:
+    """Return the shared memory of a program with tiles of ``rows`` rows, 8 or 16."""
+    return STAGES[rows] * (2 * RECORD + BARS) + WARPS * rows * PITCH + ARRIVED
+
+
+def fixed_sizes(rows: int) -> dict[str, int]:
+    """Return the macros of the source that depend on the rows of a tile alone."""
+    return {"ROWS": rows, "STAGES": STAGES[rows], "SHARED_BYTES": shared_bytes(rows)}
+
+
+def macros(constants: Mapping[str, Any]) -> dict[str, int]:
+    """Return the macros of the source for the constants of Triton's kernel; ``M`` is among them only if it is
+    constant."""
+    named = {name: int(constants[name]) for name in ("N", "K", "PROGRAMS", "SHARED", "OF_NEXT", "EARLY")}
+    given = {"M": int(constants["M"])} if "M" in constants else {}
+    return named | given | fixed_sizes(constants["BLOCK_M"]) | {"ACTIVATION": ACTIVATIONS[constants["ACTIVATION"]]}
+
+
+@cache
+def _cubin(defined: tuple[tuple[str, int], ...]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, home = Path(folder) / "kernel.cubin", cuda_home()
+        given = [f"-D{name}={value}" for name, value in defined]
+        command = [home / "bin" / "nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", "-fmad=false", *given]
+        subprocess.run([*command, "-o", cubin, SOURCE], check=True, capture_output=True, text=True)
+        return cubin.read_bytes()
+
+
+def compiled(constants: Mapping[str, Any]) -> tuple[bytes, int]:
+    """Return the machine code for the constants of a launch of Triton's kernel, and its bytes of dynamic shared memory.
+    Raises CalledProcessError if nvcc refuses the source."""
+    defined = macros(constants)
+    return _cubin(tuple(sorted(defined.items()))), defined["SHARED_BYTES"]
