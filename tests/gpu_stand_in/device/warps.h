@@ -46,7 +46,7 @@ static char error[200];
 static Lane lanes[LANES];
 static Warp warps[LANES / WARP];
 static int block_count, running;
-static uint64_t block_met, random_state;
+static uint64_t block_met, stored_at, arrived_at, random_state;
 static bool shown;
 static uint8_t shared_bytes[SHARED_MOST], *stacks;
 static Barrier barriers[SHARED_MOST / 8];
@@ -148,7 +148,10 @@ static void arrive_expecting(Place at, int bytes) {
   arrive(at);
 }
 static void wait(Place at, int phase) {
-  if (set_up(at).phase != phase) return;
+  if (set_up(at).phase != phase) {
+    if (launch->order == 3) stop(READY);  // the lanes of a warp part
+    return;
+  }
   lanes[running].bar = at, lanes[running].phase = phase;
   stop(AT_BAR);
 }
@@ -201,6 +204,8 @@ static float load_part(const float* from) {
 static void store(float* to, float value) {
   check_waited();
   check(to, 4, launch->parts, launch->parts_bytes, "sums are written outside their bounds");
+  if (arrived_at == block_met) fail("sums are stored and no barrier is between that and the arrival");
+  stored_at = block_met;
   *to = value;
 }
 static void store(uint16_t* to, uint16_t value) {
@@ -216,6 +221,8 @@ static void store(int* to, int value) {
 static int add_one(int* counter) {
   check_waited();
   check(counter, 4, launch->counters, launch->counters_bytes, "a counter is written outside its bounds");
+  if (stored_at == block_met) fail("sums are stored and no barrier is between that and the arrival");
+  arrived_at = block_met;
   return (*counter)++;
 }
 template <typename T>
