@@ -6,6 +6,8 @@ Code for plain sm_90 runs on later GPUs too and has no ``wgmma``. CUDA's driver 
 with compute capability 9.0; all other GPUs take the plain image or its PTX. Both images have one name, and the host
 launches them with the same grid, threads, arguments and shared memory, so ``second_image`` refuses two that differ. The
 host passes the larger of the two sizes of shared memory.
+
+A kernel may have an image from another source than Triton's, with the same entry, grid and parameters: ``OFFERED``.
 """
 
 import hashlib
@@ -22,6 +24,9 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner, CompileR
 from triton import Config
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from eagle3.export.lowering.cuda.kernels.int4.records import bulk_copy
+from eagle3.export.lowering.cuda.kernels.int4.records.kernel import int4_records_small_m_kernel
+from eagle3.export.lowering.cuda.kernels.small_m import WARPS
 from eagle3.export.lowering.cuda.kernels.sums import WGMMA_ON
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
 from eagle3.runner.system.gpus import Gpu
@@ -32,11 +37,34 @@ AT_A_TIME, PLAIN = "ROWS", "PLAIN_ROWS"
 without ``wgmma``, which are 0 if no code has ``wgmma``."""
 EQUAL = ("name", "num_warps", "num_ctas", "global_scratch_size", "global_scratch_align", "profile_scratch_size")
 """The metadata of Triton that the host's code depends on, apart from shared memory."""
-PARAMETERS = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
+PARAMETERS, SIZES = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL), re.compile(r"\.[bu](\d+)")
+
+
+class OwnImage(NamedTuple):
+    """A kernel's machine code for ``ARCH``, and its launch: warps, and bytes of dynamic shared memory."""
+
+    cubin: bytes
+    warps: int
+    shared: int
+
+
+def _by_bulk_copies(autotuner: CachingAutotuner, plain: Any) -> OwnImage:  # noqa: ANN401 - a kernel of Triton's
+    constants = autotuner.triton_meta["constants"]
+    found = [int(size) // 8 for size in SIZES.findall(" ".join(_parameters(plain.asm["ptx"])))]
+    if found != bulk_copy.parameters(constants):
+        raise ValueError(f"{plain.metadata.name}: the parameters have {found} bytes, in CUDA C++ others")
+    return OwnImage(bulk_copy.cubin(constants), WARPS, bulk_copy.shared_bytes(constants["BLOCK_M"]))
+
+
+OFFERED: dict[str, Callable[[CachingAutotuner, Any], OwnImage | None]] = {
+    int4_records_small_m_kernel.__name__: _by_bulk_copies
+}
+"""By the name of a Triton kernel, a function that compiles its image for ``ARCH`` from another source. It gets the
+autotuner and the plain kernel; None leaves the image out. Entry, parameters and grid are those of the plain kernel."""
 
 
 class Image(NamedTuple):
-    """A kernel for ``ARCH``, as machine code and as PTX. The PTX is searched for barriers by tests."""
+    """A kernel for ``ARCH``, as machine code and as PTX, "" for none. The PTX is searched for barriers by tests."""
 
     cubin: bytes
     ptx: str
@@ -51,10 +79,13 @@ class SecondImages:
 
     def wanted(self, autotuner: CachingAutotuner) -> bool:
         """Return True if the kernel gets a second image for the GPU, unless that has no ``wgmma`` or spills registers.
-        This is decided here alone: for the kernels that say how many rows their plain code takes, and for Inductor's
-        templates. In other kernels of many rows, ptxas would wait for each product unless K is divided."""
+        This is decided here alone: for kernels with an offer, for those that say how many rows their plain code takes,
+        and for Inductor's templates. In other kernels of many rows, ptxas would wait for each product unless K is
+        divided."""
         return f"sm_{self.gpu.arch}" in WGMMA_ON and (
-            plain_rows(autotuner) > 0 or autotuner.heuristic_type == HeuristicType.TEMPLATE
+            autotuner.fn.__name__ in OFFERED
+            or plain_rows(autotuner) > 0
+            or autotuner.heuristic_type == HeuristicType.TEMPLATE
         )
 
     def add(self, autotuner: CachingAutotuner, plain: CompileResult, config: Config) -> None:
@@ -62,6 +93,12 @@ class SecondImages:
         for both. Nothing is added if the image would have no ``wgmma``, would spill registers, or would take more
         shared memory than the GPU has. Raises ValueError if one host cannot launch both.
         """
+        if offer := OFFERED.get(autotuner.fn.__name__):
+            if offered := offer(autotuner, plain.kernel):
+                shared = max(plain.kernel.metadata.shared, offered.shared)
+                plain.kernel.metadata = plain.kernel.metadata._replace(shared=shared)
+                self.known[_digest(plain.kernel.asm["cubin"])] = Image(offered.cubin, "")
+            return
         try:
             with self.own_code():
                 own = autotuner._precompile_config(config).kernel
@@ -95,7 +132,8 @@ class SecondImages:
         machine_code, ptx = cubin.with_suffix(f".{ARCH}.cubin"), cubin.with_suffix(f".{ARCH}.ptx")
         machine_code.write_bytes(image.cubin)
         ptx.write_text(image.ptx)
-        return [f"--image3=kind=elf,sm={ARCH},file={machine_code}", f"--image3=kind=ptx,sm={ARCH},file={ptx}"]
+        words = [f"--image3=kind=elf,sm={ARCH},file={machine_code}", f"--image3=kind=ptx,sm={ARCH},file={ptx}"]
+        return words if image.ptx else words[:1]
 
 
 def plain_rows(autotuner: CachingAutotuner) -> int:

@@ -44,18 +44,23 @@ def macros(constants: Mapping[str, Any]) -> dict[str, int]:
     return named | given | fixed_sizes(constants["BLOCK_M"]) | {"ACTIVATION": ACTIVATIONS[constants["ACTIVATION"]]}
 
 
+def parameters(constants: Mapping[str, Any]) -> list[int]:
+    """Return the bytes of each parameter, Triton's two pointers to scratch memory among them."""
+    return [8] * 6 + [4] * ("M" not in constants) + [8] * 2
+
+
+def cubin(constants: Mapping[str, Any]) -> bytes:
+    """Return the machine code for the constants of a launch of Triton's kernel. Raises RuntimeError with what nvcc
+    says if it refuses the source."""
+    return _cubin(tuple(sorted(macros(constants).items())))
+
+
 @cache
 def _cubin(defined: tuple[tuple[str, int], ...]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        cubin, home = Path(folder) / "kernel.cubin", cuda_home()
-        given = [f"-D{name}={value}" for name, value in defined]
-        command = [home / "bin" / "nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", "-fmad=false", *given]
-        subprocess.run([*command, "-o", cubin, SOURCE], check=True, capture_output=True, text=True)
-        return cubin.read_bytes()
-
-
-def compiled(constants: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return the machine code for the constants of a launch of Triton's kernel, and its bytes of dynamic shared memory.
-    Raises CalledProcessError if nvcc refuses the source."""
-    defined = macros(constants)
-    return _cubin(tuple(sorted(defined.items()))), defined["SHARED_BYTES"]
+        made, given = Path(folder) / "kernel.cubin", [f"-D{name}={value}" for name, value in defined]
+        command = [cuda_home() / "bin" / "nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", "-fmad=false", *given]
+        done = subprocess.run([*command, "-o", made, SOURCE], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"nvcc does not compile {SOURCE.name}: {' '.join(done.stderr.split())[:500]}")
+        return made.read_bytes()
