@@ -151,8 +151,8 @@ def exact(emulation: Emulation) -> Iterator[None]:
 
 
 def expected(emulation: Emulation, x: Tensor, packed: Tensor, share: Shares, activation: str = "") -> Tensor:
-    """Compute what Triton's kernel computes, in its order of sums, with an instruction of the tensor cores rounded once:
-    bfloat16 [M, N], or [M, N / 2] with an ``activation``."""
+    """Compute what Triton's kernel computes, in its order of sums; an instruction of the tensor cores rounds once.
+    Returns bfloat16 [M, N], or [M, N / 2] with an ``activation``."""
     rows, n, blocks = x.shape[0], packed.shape[0] * 32, packed.shape[1]
     qdata, scale, scale_step, zero, zero_step = (part.numpy() for part in unpacked(packed))
     q = np.stack([qdata & 15, qdata >> 4], -1).reshape(n, blocks, 8, 4, 2, 4).astype(np.float64)

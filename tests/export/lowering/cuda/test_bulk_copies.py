@@ -3,18 +3,28 @@ are noticed. Its source runs on the CPU, with the instructions of the GPU emulat
 
 import random
 import re
+import subprocess
+from functools import partial
 
 import pytest
 import torch
+import triton
 from emulated_kernel import ORDERS, Emulated, Emulation, Fault, exact, expected
 from kernel_inputs import activations, int4_weight
+from kernel_usage import of_launch
+from machine_code.sass import INSTRUCTION, disassembler, read_codes
+from ptx_of_kernels import on_meta
 from torch import Tensor
+from triton.runtime import driver
 from triton_interpreter import interpreted
 
 from eagle3.export.lowering.cuda.kernels import small_m, sums
 from eagle3.export.lowering.cuda.kernels.int4.records import bulk_copy
 from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
 from eagle3.export.lowering.cuda.kernels.int4.records.layout import records
+from eagle3.export.lowering.cuda.named_gpu import configurations
+from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
+from eagle3.runner.system.gpus import BY_ARCH, GPUS
 
 SLICES = {
     "queries, keys and values": (192, 5376, ""), "o": (128, 8192, ""), "o of full attention": (64, 16384, ""),
@@ -30,7 +40,9 @@ def emulation(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory):
-    return Emulation(tmp_path_factory.mktemp("faulty"), {name: change for name, (change, _) in FAULTS.items()})
+    return Emulation(
+        tmp_path_factory.mktemp("faulty"), {name: partial(changed, pairs) for name, (pairs, _) in FAULTS.items()}
+    )
 
 
 def launched(kernel, x: Tensor, packed: Tensor, activation: str = "", multiprocessors: int = 1, **asked) -> Tensor:
@@ -117,67 +129,57 @@ def test_l2_is_asked_for_the_next_weight_once(emulation):
     assert torch.equal(found, by_copies(emulation, x, packed)[0])
 
 
-def changed(*pairs: tuple[str, str]):
-    """Return an edit of the source, each of whose texts must be there once."""
-
-    def change(source: str) -> str:
-        for old, new in pairs:
-            assert source.count(old) == 1, (source.count(old), old)
-            source = source.replace(old, new)
-        return source
-
-    return change
-
-
 ARRIVES, LEFT = "if (lane == 0) arrive(stage + EMPTY);", "&& left > STAGES)"
 BEGINS, EARLY = "  if (threadIdx.x == 0) run.begin(ring);\n", "  if (EARLY) wait_for_kernel_in_front();\n"
 FULL, EMPTY = "wait(stage + FULL, phase);", "wait(stage + EMPTY, phase);"
-EXPECTS = "arrive_expecting(stage + FULL, 2 * RECORD);"
-TURNS = "stage -= RING, phase ^= 1;"
-HANGS, ENDS = "the warps wait for each other", "a copy reads outside the weight"
-TWO = "two copies to one place are on the way"
-LATE = "no barrier is between that and the arrival"
+EXPECTS, SECOND = "arrive_expecting(stage + FULL, 2 * RECORD);", "copy(stage + RECORD, from"
+TURNS, TURN = "stage -= RING, phase ^= 1;", "kept(lane ? WARPS : warp)"
+BITS, HANGS, TWO = "other bits", "the warps wait for each other", "two copies to one place are on the way"
+SYNCS = "  sync_threads();\n"
 FAULTS = {
-    "a phase that is not flipped": (changed((TURNS, "stage -= RING;")), f"other bits|{TWO}|expects"),
+    "a phase that is not flipped": ([(TURNS, "stage -= RING;")], f"{BITS}|{TWO}|{HANGS}"),
     "a stage too few": (
-        changed(("kept(ring + RING)", "kept(ring + RING - STAGE)"), (TURNS, "stage -= RING - STAGE, phase ^= 1;")),
-        f"{HANGS}|other bits",
+        [("kept(ring + RING)", "kept(ring + RING - STAGE)"), (TURNS, TURNS.replace("G,", "G - STAGE,"))],
+        HANGS,
     ),
-    "a copy past the end": (changed((LEFT, "&& left + 1 > STAGES)")), f"{ENDS}|copied"),
-    "a copy from the wrong block": (changed(("run.count - left + STAGES, stage", "run.count - left, stage")), "other bits"),
-    "a consumer that reads early": (changed((FULL, "")), f"other bits|{TWO}"),
-    "a producer that copies early": (changed((EMPTY, "")), f"other bits|{TWO}|expects"),
-    "an arrival that is missing": (changed((ARRIVES, "")), HANGS),
-    "an arrival before words are read": (changed((ARRIVES, ""), (FULL, f"{FULL} {ARRIVES}")), "other bits"),
-    "a barrier for fewer warps": (changed(("init(stage + EMPTY, WARPS)", "init(stage + EMPTY, WARPS - 1)")), "bits|wait"),
-    "too few bytes expected": (changed((EXPECTS, EXPECTS.replace("2 *", ""))), "bytes land that no barrier expects|bits"),
-    "too many bytes expected": (changed((EXPECTS, EXPECTS.replace("2 *", "3 *"))), HANGS),
-    "a half that is not copied": (changed(("copy(stage + RECORD, from + T", "if (0) copy(stage + RECORD, from + T")), HANGS),
-    "every lane copies": (changed(("kept(lane ? WARPS : warp)", "kept(warp)")), f"{TWO}|{HANGS}"),
-    "no warp's turn": (changed(("kept(lane ? WARPS : warp)", "kept(WARPS)")), HANGS),
-    "barriers that warps see before they are set up": (
-        changed((f"{BEGINS}  sync_threads();\n", BEGINS)), "a barrier is used before it is set up"
+    "a copy past the end": ([(LEFT, "&& left + 1 > STAGES)")], "a copy reads outside the weight"),
+    "a copy from the wrong block": ([("run.count - left + STAGES, stage", "run.count - left, stage")], BITS),
+    "a consumer that reads early": ([(FULL, "")], f"{BITS}|{TWO}"),
+    "a producer that copies early": ([(EMPTY, "")], f"{BITS}|{TWO}"),
+    "an arrival that is missing": ([(ARRIVES, "")], HANGS),
+    "an arrival before words are read": ([(ARRIVES, ""), (FULL, f"{FULL} {ARRIVES}")], BITS),
+    "an arrival before the whole warp has read": ([(f"sync_warp();\n      {ARRIVES}", ARRIVES)], BITS),
+    "a barrier for fewer warps": (
+        [("init(stage + EMPTY, WARPS)", "init(stage + EMPTY, WARPS - 1)")],
+        f"{BITS}|{HANGS}",
     ),
-    "barriers that the engine does not see": (changed(("    show_bars();\n", "")), "before its barrier is shown"),
-    "no wait for the kernel in front": (changed((EARLY, "")), "accessed before the wait"),
+    "too few bytes expected": ([(EXPECTS, EXPECTS.replace("2 *", ""))], "bytes land that no barrier expects"),
+    "too many bytes expected": ([(EXPECTS, EXPECTS.replace("2 *", "3 *"))], HANGS),
+    "a half that is not copied": ([(SECOND, f"if (0) {SECOND}")], HANGS),
+    "every lane copies": ([(TURN, "kept(warp)")], f"{TWO}|{HANGS}"),
+    "no warp's turn": ([(TURN, "kept(WARPS)")], HANGS),
+    "barriers that are used before they are set up": ([(BEGINS + SYNCS, BEGINS)], "used before it is set up"),
+    "barriers that the engine does not see": ([("    show_bars();\n", "")], "before its barrier is shown"),
+    "no wait for the kernel in front": ([(EARLY, "")], "accessed before the wait"),
     "x before the wait": (
-        changed((EARLY, ""), ("  Place stage = ring;\n", f"{EARLY}  Place stage = ring;\n")), "accessed before the wait"
+        [(EARLY, ""), ("  Place stage = ring;\n", f"{EARLY}  Place stage = ring;\n")],
+        "before the wait",
     ),
-    "weights after the wait": (
-        changed((f"{BEGINS}  sync_threads();\n{EARLY}", f"{EARLY}{BEGINS}  sync_threads();\n")), "copied"
-    ),
-    "the next kernel is not released": (changed(("  release_next_kernel();\n  if", "  if")), "does not release the next"),
-    "an arrival before the whole warp has read": (changed((f"sync_warp();\n      {ARRIVES}", ARRIVES)), "other bits"),
-    "sums that are read before they are there": (
-        changed(("    sync_threads();\n    for (int rows", "    for (int rows")), "other bits"
-    ),
-    "sums that are overwritten before they are read": (
-        changed(("* UP;\n    }\n    sync_threads();", "* UP;\n    }")), "other bits"
-    ),
-    "an arrival before the sums": (
-        changed(("tile;\n      sync_threads();\n", "tile;\n")), LATE
-    ),
-}  # fmt: skip
+    "weights after the wait": ([(BEGINS + SYNCS + EARLY, EARLY + BEGINS + SYNCS)], "copied late"),
+    "the next kernel is not released": ([("  release_next_kernel();\n  if", "  if")], "does not release the next"),
+    "sums that are read before they are there": ([(f"  {SYNCS}    for (int rows", "    for (int rows")], BITS),
+    "sums that are overwritten before they are read": ([(f"* UP;\n    }}\n  {SYNCS}", "* UP;\n    }\n")], BITS),
+    "an arrival before the sums are stored": ([(f"tile;\n    {SYNCS}", "tile;\n")], "between that and the arrival"),
+}
+"""Edits of the source, and how the fault is noticed."""
+
+
+def changed(pairs: list[tuple[str, str]], source: str) -> str:
+    """Return the source with edits, each of whose texts must be there once."""
+    for old, new in pairs:
+        assert source.count(old) == 1, (source.count(old), old)
+        source = source.replace(old, new)
+    return source
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -189,11 +191,75 @@ def test_a_fault_of_the_ring_is_noticed_in_some_order(fault, faulty):
         try:
             found, kernel = by_copies(faulty, x, packed, order=order, change=fault)
             if not torch.equal(found.view(torch.int16), wanted.view(torch.int16)):
-                noticed.add("other bits")
+                noticed.add(BITS)
             try:
                 assert_whole(kernel, packed)
             except AssertionError:
-                noticed.add("copied")
+                noticed.add("copied late, or not once")
         except Fault as error:
             noticed.add(str(error))
     assert any(re.search(FAULTS[fault][1], each) for each in noticed), noticed
+
+
+def constants_of(rows: int, activation: str = "", early: bool = True) -> tuple:
+    """Return the source of Triton's kernel for gate and up of Gemma 4 31B, its options and its constants."""
+    x, packed = on_meta(rows, 5376, dtype=torch.bfloat16), on_meta(1344, 21, 4736)
+    asked = int4_records.LEVERS if early else {}
+
+    def launch(kernel) -> Tensor:
+        given = kernel, x, packed, sums.counters("meta"), activation, rows, packed
+        return int4_records._launch_records(*given, **asked)
+
+    with sums.made_for_named("sm_90"):
+        source, options, _, constants = of_launch(int4_records.int4_records_small_m_kernel, launch)
+    return source, options, constants
+
+
+def printed(cubin: bytes, folder, *form: str) -> str:
+    (folder / "kernel.cubin").write_bytes(cubin)
+    return subprocess.run([disassembler(), *form, folder / "kernel.cubin"], capture_output=True, text=True).stdout
+
+
+INEXACT, NUMBER = re.compile(r"\b[a-z0-9]+(?:\.r[nm])?\.(?:approx|full|ftz)\S* "), re.compile(r"0f[0-9A-F]{8}")
+"""The instructions of floats that are approximate or flush subnormal numbers, and numbers, in PTX."""
+GLOBAL = re.compile(r"^(LDG|LD|STG|ST|ATOM|ATOMG|RED)\b")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it is Triton's target")
+@pytest.mark.parametrize(("rows", "programs", "most"), [(8, 3, 202), (16, 2, 250)])
+def test_the_machine_code_copies_before_it_waits_and_spills_nothing(rows, programs, most, tmp_path):
+    for early in (True, False):
+        cubin = bulk_copy.cubin(constants_of(rows, sums.GELU_TANH, early)[2])
+        code = [text for _, text in INSTRUCTION.findall(printed(cubin, tmp_path, "-sass"))]
+        waits, copies = code.index("ACQBULK"), [at for at, text in enumerate(code) if text.startswith("UBLKCP")]
+        assert code.count("ACQBULK") == 1 and not any(GLOBAL.match(text) for text in code[:waits])
+        assert len(copies) == 4 and (copies[0] < copies[1] < waits if early else waits < copies[0])
+    registers, stack = configurations.usage(cubin)
+    taken = bulk_copy.shared_bytes(rows)
+    assert stack == 0 and not any(text.startswith(("LDL", "STL")) for text in code)
+    assert GPUS["H200"].resident(registers, taken, 256) == programs == int4_records.TOGETHER[rows]
+    assert 160 << 10 < programs * bulk_copy.STAGES[rows] * 9472 < 190 << 10
+    loops = [each for each in read_codes([cubin])[cubin].loops if each.multiply_adds]
+    loop = min(loops, key=lambda each: each.instructions)
+    assert loop.multiply_adds == rows * 10 * 256 and loop.load_bytes == 2 * rows
+    assert loop.instructions <= most  # of which a producer's turn takes 43, once in 8 blocks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it is Triton's target")
+@pytest.mark.parametrize("activation", [sums.SILU, sums.GELU_TANH])
+def test_entry_parameters_and_the_instructions_of_a_gate_are_those_of_triton(activation, tmp_path):
+    source, options, constants = constants_of(8, activation)
+    with compiling(BY_ARCH["sm_90"]):
+        plain = triton.compile(source, target=driver.active.get_current_target(), options=options).asm
+    defined = tuple(sorted(bulk_copy.macros(constants).items()))
+    own = bulk_copy.cubin(constants), bulk_copy.compiled(defined, "ptx").decode()
+    places = [
+        re.findall(r"Ordinal : (\w+)\s+Offset  : (\w+)\s+Size    : (\w+)", printed(cubin, tmp_path, "-elf"))
+        for cubin in (plain["cubin"], own[0])
+    ]
+    assert places[0] == places[1] and len(places[0]) == 9
+    (inexact, numbers), (of_own, own_numbers) = (
+        (INEXACT.findall(text), NUMBER.findall(text)) for text in (plain["ptx"], own[1])
+    )
+    assert sorted(inexact) == sorted(of_own) and len(inexact) > 5
+    assert {*numbers} - {"0f00000000"} <= {*own_numbers}

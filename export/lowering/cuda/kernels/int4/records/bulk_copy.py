@@ -52,14 +52,15 @@ def parameters(constants: Mapping[str, Any]) -> list[int]:
 def cubin(constants: Mapping[str, Any]) -> bytes:
     """Return the machine code for the constants of a launch of Triton's kernel. Raises RuntimeError with what nvcc
     says if it refuses the source."""
-    return _cubin(tuple(sorted(macros(constants).items())))
+    return compiled(tuple(sorted(macros(constants).items())))
 
 
 @cache
-def _cubin(defined: tuple[tuple[str, int], ...]) -> bytes:
+def compiled(defined: tuple[tuple[str, int], ...], form: str = "cubin") -> bytes:
+    """Return the machine code, or the PTX if ``form`` is "ptx", for the macros of the source."""
     with tempfile.TemporaryDirectory() as folder:
-        made, given = Path(folder) / "kernel.cubin", [f"-D{name}={value}" for name, value in defined]
-        command = [cuda_home() / "bin" / "nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", "-fmad=false", *given]
+        made, given = Path(folder) / "kernel", [f"-D{name}={value}" for name, value in defined]
+        command = [cuda_home() / "bin" / "nvcc", f"-{form}", "-arch=sm_90a", "-std=c++17", "-fmad=false", *given]
         done = subprocess.run([*command, "-o", made, SOURCE], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"nvcc does not compile {SOURCE.name}: {' '.join(done.stderr.split())[:500]}")
