@@ -238,7 +238,8 @@ def test_the_machine_code_copies_before_it_waits_and_spills_nothing(rows, progra
     taken = bulk_copy.shared_bytes(rows)
     assert stack == 0 and not any(text.startswith(("LDL", "STL")) for text in code)
     assert GPUS["H200"].resident(registers, taken, 256) == programs == int4_records.TOGETHER[rows]
-    assert 160 << 10 < programs * bulk_copy.STAGES[rows] * 9472 < 190 << 10
+    assert 140 << 10 < programs * bulk_copy.STAGES[rows] * 9472 < 190 << 10
+    assert all(taken <= gpu.shared_memory_per_block for gpu in GPUS.values() if gpu.arch >= 90)
     loops = [each for each in read_codes([cubin])[cubin].loops if each.multiply_adds]
     loop = min(loops, key=lambda each: each.instructions)
     assert loop.multiply_adds == rows * 10 * 256 and loop.load_bytes == 2 * rows
