@@ -22,6 +22,8 @@ MANIFEST = "manifest.json"
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 EARLY = "EARLY"
 """The constant that marks a kernel which itself waits for the previous launch, and may be launched early."""
+BULK = "BULK"
+"""The constant that marks a launch of the records' image for sm_90a, by bulk copies, in place of Triton's code."""
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int8: "*i8",
     torch.int32: "*i32", torch.int64: "*i64",
@@ -70,6 +72,12 @@ class Compiling:
         if key in self.manifest:
             return
         options = {each: constants.pop(each) for each in OPTIONS if constants.get(each) is not None}
+        if constants.pop(BULK, False):
+            from eagle3.export.lowering.cuda.kernels.int4.records import bulk_copy
+
+            shared = bulk_copy.shared_bytes(constants["BLOCK_M"])
+            self._keep(key, bulk_copy.cubin(constants), name, options["num_warps"], shared, constants)
+            return
         names, types = self.kernel.arg_names, types_of(arguments)
         signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
         aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
@@ -79,10 +87,14 @@ class Compiling:
         with nullcontext() if self.own else compiling(gpu):
             source = ASTSource(self.kernel, signature, values, aligned)
             made = triton.compile(source, target=GPUTarget("cuda", gpu.arch, 32), options=options)
-        (self.folder / f"{key}.cubin").write_bytes(made.asm["cubin"])
+        about = made.metadata
+        self._keep(key, made.asm["cubin"], about.name, about.num_warps, about.shared, constants)
+
+    def _keep(self, key: str, cubin: bytes, entry: str, warps: int, shared: int, constants: dict[str, Any]) -> None:
+        (self.folder / f"{key}.cubin").write_bytes(cubin)
         self.manifest[key] = {
-            "entry": made.metadata.name, "threads": 32 * made.metadata.num_warps, "shared": made.metadata.shared,
-            "early": bool(constants.get(EARLY)), "constants": constants,
+            "entry": entry, "threads": 32 * warps, "shared": shared, "early": bool(constants.get(EARLY)),
+            "constants": constants,
         }  # fmt: skip
 
 

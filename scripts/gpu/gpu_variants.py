@@ -112,6 +112,8 @@ VARIANTS = (
     _records("records, early", rows=(4,), **int4_records.LEVERS),
     _records("records, early, the next in L2", rows=(4,), **int4_records.LEVERS, next=True),
     _records("records, early, the next and 4 blocks ahead in L2", rows=(4,), **int4_records.LEVERS, AHEAD=4, next=True),
+    _records("records by bulk copies", BULK=True),
+    _records("records by bulk copies, early, the next in L2", rows=(4,), BULK=True, EARLY=True, next=True),
     Variant("bf16", "bf16", "bf16", bf16._bf16_small_m_kernel, lambda w: (w,), _bf16, (4,)),
     Variant("int8", "int8", "int8", small_m._int8_small_m_kernel, lambda *parts: parts, _int8, (4,)),
     *(Variant(name, name, name, k_quants._k_quant_small_m_kernel, lambda *parts: parts, _k_quant) for name in K_QUANTS),

@@ -51,6 +51,16 @@ def test_a_launch_is_named_by_its_kernel_types_and_constants():
     assert key_of("kernel", (3,), {"N": 1, "K": 2}) == key_of("kernel", (5,), {"K": 2, "N": 1})
 
 
+class AsTriton:
+    """A kernel of the interpreter, which also stands for its image by bulk copies."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *given, BULK=False, **constants: self.kernel[grid](*given, **constants)
+
+
 class Interpreted(ExitStack):
     """A run on the host, with kernels in Triton's interpreter."""
 
@@ -67,7 +77,8 @@ class Interpreted(ExitStack):
                 small_m._int8_small_m_kernel, k_quants._k_quant_small_m_kernel,
             )
         }  # fmt: skip
-        self.enter_context(patch.object(gpu_tournament, "Launching", lambda kernel, _: kernels[kernel.fn.__name__]))
+        launching = patch.object(gpu_tournament, "Launching", lambda kernel, _: AsTriton(kernels[kernel.fn.__name__]))
+        self.enter_context(launching)
         return self
 
 

@@ -23,6 +23,9 @@ from triton import Config
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from eagle3.export.lowering.cuda.kernels import attention_chunk
+from eagle3.export.lowering.cuda.kernels.int4.records import bulk_copy
+from eagle3.export.lowering.cuda.kernels.int4.records.kernel import int4_records_small_m_kernel
+from eagle3.export.lowering.cuda.kernels.small_m import WARPS
 from eagle3.export.lowering.cuda.kernels.sums import WGMMA_ON
 from eagle3.export.lowering.cuda.named_gpu.configurations import usage
 from eagle3.runner.system.gpus import BY_ARCH, Gpu
@@ -33,7 +36,7 @@ AT_A_TIME, PLAIN = "ROWS", "PLAIN_ROWS"
 without ``wgmma``, which are 0 if no code has ``wgmma``."""
 EQUAL = ("name", "num_ctas", "global_scratch_size", "global_scratch_align", "profile_scratch_size")
 """The metadata of Triton that the host's code depends on, apart from warps and shared memory."""
-PARAMETERS = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
+PARAMETERS, SIZES = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL), re.compile(r"\.[bu](\d+)")
 
 
 class OwnImage(NamedTuple):
@@ -44,7 +47,17 @@ class OwnImage(NamedTuple):
     shared: int
 
 
-OFFERED: dict[str, Callable[[CachingAutotuner, Any], OwnImage | None]] = {}
+def _by_bulk_copies(autotuner: CachingAutotuner, plain: Any) -> OwnImage:  # noqa: ANN401 - a kernel of Triton's
+    constants = autotuner.triton_meta["constants"]
+    found = [int(size) // 8 for size in SIZES.findall(" ".join(_parameters(plain.asm["ptx"])))]
+    if found != bulk_copy.parameters(constants):
+        raise ValueError(f"{plain.metadata.name}: the parameters have {found} bytes, in CUDA C++ others")
+    return OwnImage(bulk_copy.cubin(constants), WARPS, bulk_copy.shared_bytes(constants["BLOCK_M"]))
+
+
+OFFERED: dict[str, Callable[[CachingAutotuner, Any], OwnImage | None]] = {
+    int4_records_small_m_kernel.__name__: _by_bulk_copies
+}
 """By the name of a Triton kernel, a function that compiles its image for ``ARCH`` from another source. It gets the
 autotuner and the plain kernel; None leaves the image out. Entry, parameters and grid are those of the plain kernel."""
 CONFIGS = {attention_chunk._attention_chunk_kernel.__name__: attention_chunk.CONFIGS}
