@@ -45,6 +45,10 @@ def check_flags(config: ExportConfig) -> None:
             f"--text {config.text} gives --fit its text, and --no-fit measures nothing: leave one of the two out"
         )
     backend = BACKENDS[config.backend]
+    if config.sessions and not backend.sessions:
+        raise ValueError(
+            f"--sessions: --backend {config.backend} does not export read_state and write_state yet: leave it out"
+        )
     for flag in sorted(frozenset().union(*(each.flags for each in BACKENDS.values())) - backend.flags):
         if getattr(config, flag) is not None:
             name = f"--{flag.replace('_', '-')}"
