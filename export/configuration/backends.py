@@ -48,7 +48,7 @@ class BackendEntry:
     """The possible limits of a verify window's rows. Prefill takes more rows than the smallest limit that the window
     fits into."""
     sessions: bool = True
-    """True if the methods that read and write the state are exported by default."""
+    """True if the methods that read and write the state can be exported."""
     states: frozenset[str] = frozenset()
     """The kinds of layers with a state that the backend computes (``eagle3.targets.spec.states_of``)."""
     flags: frozenset[str] = frozenset()

@@ -45,6 +45,10 @@ def check_flags(config: ExportConfig) -> None:
             f"--text {config.text} gives --fit its text, and --no-fit measures nothing: leave one of the two out"
         )
     backend = BACKENDS[config.backend]
+    if config.sessions and not backend.sessions:
+        raise ValueError(
+            f"--sessions: --backend {config.backend} does not export read_state and write_state: leave it out"
+        )
     for flag in sorted(frozenset().union(*(each.flags for each in BACKENDS.values())) - backend.flags):
         if getattr(config, flag) is not None:
             name = f"--{flag.replace('_', '-')}"
@@ -63,7 +67,7 @@ def check_flags(config: ExportConfig) -> None:
             f"--group-size {config.group_size} is for {' or '.join(grouped)}: type --qlinear {grouped[0]}, or leave it "
             "out"
         )
-    for flag in () if backend.shares_caches else ("with_decode", "with_forward", "speculate", "sessions"):
+    for flag in () if backend.shares_caches else ("with_decode", "with_forward", "speculate"):
         if getattr(config, flag):
             raise ValueError(
                 f"--{flag.replace('_', '-')} adds a method, and methods for --backend {config.backend} share no "

@@ -147,8 +147,7 @@ class Plan:
     @property
     def sessions(self) -> bool:
         """True if the artifact has the methods that read and write its state."""
-        asked = self.config.sessions
-        return BACKENDS[self.config.backend].sessions if asked is None else asked
+        return BACKENDS[self.config.backend].sessions and self.config.sessions is not False
 
     @property
     def has_draft(self) -> bool:

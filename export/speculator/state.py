@@ -24,7 +24,6 @@ piece; each call takes a fixed time, and copies the other buffers as a whole."""
 AXES = {"aten::index_copy_": None, "llama::update_cache": 1, "llama::update_cache_with_indices": 1}
 """Operators that write rows of a buffer, and the axis; None: it is an argument of the operator."""
 
-Read = Callable[[Tensor, int, Tensor], Tensor]
 Write = Callable[[Tensor, int, Tensor, Tensor], None]
 
 
@@ -130,18 +129,14 @@ class StateMethod(nn.Module):
 
 
 class ReadState(StateMethod):
-    """Returns a piece of each buffer. ``read`` copies rows [R] along an axis."""
-
-    def __init__(self, speculator: Eagle3Speculator, buffers: Sequence[StateBuffer], read: Read):
-        super().__init__(speculator, buffers)
-        self.read = read
+    """Returns a piece of each buffer."""
 
     def forward(self, pieces: Tensor) -> tuple[Tensor, ...]:
         rows = self.rows(pieces)
         return tuple(
             self.get_buffer(each.name).clone()
             if each.axis is None
-            else self.read(self.get_buffer(each.name), each.axis, rows[each.group])
+            else self.get_buffer(each.name).index_select(each.axis, rows[each.group])
             for each in self.buffers_of_state
         )
 
@@ -173,10 +168,10 @@ def piece_shape(buffer: Tensor, each: StateBuffer) -> list[int]:
 
 
 def trace_state(
-    speculator: Eagle3Speculator, buffers: Sequence[StateBuffer], read: Read, write: Write
+    speculator: Eagle3Speculator, buffers: Sequence[StateBuffer], write: Write
 ) -> tuple[ExportedProgram, ExportedProgram]:
     """Trace ``read_state`` and ``write_state``."""
-    reading, writing = ReadState(speculator, buffers, read), WriteState(speculator, buffers, write)
+    reading, writing = ReadState(speculator, buffers), WriteState(speculator, buffers, write)
     pieces = torch.zeros(len(reading.groups), dtype=torch.long)
     values = (reading.get_buffer(each.name) for each in buffers)
     zeros = [
@@ -187,11 +182,6 @@ def trace_state(
             torch.export.export(reading, (pieces,), strict=False),
             torch.export.export(writing, (pieces, *zeros), strict=False),
         )
-
-
-def read_rows(buffer: Tensor, axis: int, rows: Tensor) -> Tensor:
-    """Return a copy of ``rows`` [R] of a buffer along ``axis``."""
-    return buffer.index_select(axis, rows)
 
 
 def write_rows(buffer: Tensor, axis: int, rows: Tensor, value: Tensor) -> None:

@@ -7,7 +7,7 @@ from eagle3.runner.contract import Metadata
 
 
 class Counters(NamedTuple):
-    """What ``CachedTokens`` knows besides the tokens. Each is the number of positions, 0 or more."""
+    """The numbers of positions that ``CachedTokens`` keeps besides the tokens, 0 or more each."""
 
     draft_slots: int
     """Draft slots that were written with the target's own features."""

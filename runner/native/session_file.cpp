@@ -79,8 +79,8 @@ std::string grouped(int64_t value) {
 
 void check_can_save(const Metadata& metadata) {
   if (metadata.state_groups.empty()) {
-    throw Refused("the artifact has no method read_state, which keeps a conversation: export it again, without "
-        "--no-sessions (for CUDA with --sessions)");
+    throw Refused("the artifact has no method read_state, which keeps a conversation: export it again for the CPU, "
+        "without --no-sessions");
   }
 }
 

@@ -33,7 +33,7 @@ from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
 from eagle3.export.lowering.cuda.graph.gates import gate_in_products
 from eagle3.export.lowering.cuda.graph.prefetches import prefetch_weights
-from eagle3.export.lowering.cuda.graph.recurrent import indexed_rows, use_cuda_recurrence
+from eagle3.export.lowering.cuda.graph.recurrent import use_cuda_recurrence
 from eagle3.export.lowering.cuda.graph.rotations import CudaAttention, rotate_in_attention
 from eagle3.export.lowering.cuda.graph.shortcuts import (
     analyzed_once,
@@ -70,7 +70,6 @@ from eagle3.export.patching.tested_versions import FOR_CUDA, TESTED_WITH_GPU, ch
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
-from eagle3.export.speculator.state import Read, Write, write_rows
 from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES, PREFILL
 from eagle3.runner.system import gpus
 from eagle3.runner.system.gpus import BY_ARCH, archs_of, lacking_on_later
@@ -182,8 +181,8 @@ class NvidiaBackend:
         with small_m_dispatch(plan.few_rows), collected_rarely():
             yield
 
-    def state_rows(self) -> tuple[Read, Write]:
-        return indexed_rows, write_rows
+    def state_writer(self) -> None:
+        return None
 
     def exact_activations(self, _speculator: Eagle3Speculator) -> AbstractContextManager[object]:
         return nullcontext()

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from eagle3.export.lowering.mlx.quantization import MlxWeights
     from eagle3.export.speculator.speculator import Eagle3Speculator
-    from eagle3.export.speculator.state import Read, Write
     from eagle3.targets.attention import AttentionFactory
 
 OVERHEAD = 1 << 30
@@ -121,8 +120,8 @@ class MlxBackend:
         with MlxForms(), without_stacks(), collected_rarely():
             yield
 
-    def state_rows(self) -> "tuple[Read, Write]":
-        raise ValueError("methods for --backend mlx share no caches, so that none can read the state of another")
+    def state_writer(self) -> None:
+        """Return None: methods share no caches, so that none can read the state of another."""
 
     def lower(
         self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], _plan: Plan

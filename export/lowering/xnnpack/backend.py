@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from eagle3.export.lowering.xnnpack.quantization import XnnpackWeights
     from eagle3.export.speculator.speculator import Eagle3Speculator
-    from eagle3.export.speculator.state import Read, Write
+    from eagle3.export.speculator.state import Write
     from eagle3.targets.attention import AttentionFactory
 
 
@@ -111,11 +111,10 @@ class XnnpackBackend:
 
         return tracing(speculator, plan.verify_rows)
 
-    def state_rows(self) -> "tuple[Read, Write]":
+    def state_writer(self) -> "Write":
         from eagle3.export.lowering.xnnpack.lowering import write_rows_in_place
-        from eagle3.export.speculator.state import read_rows
 
-        return read_rows, write_rows_in_place
+        return write_rows_in_place
 
     def lower(
         self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], _plan: Plan

@@ -18,11 +18,6 @@ class IndexedRing(Ring):
         return self.rows[0, :, 0][slots]
 
 
-def indexed_rows(buffer: Tensor, axis: int, rows: Tensor) -> Tensor:
-    """Return a copy of ``rows`` [R] of a buffer along ``axis``, without ``index_select`` as above."""
-    return buffer[(slice(None),) * axis + (rows,)]
-
-
 class KernelState(RecurrentState):
     """A state that the kernels of ``recurrent`` compute, over a ring of ``SLOTS`` slots."""
 

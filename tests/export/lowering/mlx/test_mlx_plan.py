@@ -64,7 +64,7 @@ def test_a_session_cuts_the_rows_of_the_one_method_to_those_of_each_method(plan)
         ({"speculate": True}, "--speculate adds a method, and methods for --backend mlx share no caches"),
         ({"with_forward": True}, "--with-forward adds a method"),
         ({"with_decode": True}, "--with-decode adds a method"),
-        ({"sessions": True}, "--sessions adds a method"),
+        ({"sessions": True}, "--sessions: --backend mlx does not export read_state and write_state"),
         ({"group_size": 64}, "--group-size 64 is for 4w or 8w"),
         ({"qlinear": "8da4w"}, "--qlinear 8da4w: --backend mlx has no kernels for it"),
         ({"kv_cache": "int8"}, "--kv-cache int8 has no effect with --backend mlx"),
