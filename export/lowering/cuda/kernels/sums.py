@@ -163,7 +163,7 @@ def best_division(tiles: int, blocks: int, at_a_time: int, whole_tiles: bool) ->
 
 
 _PARTS: dict[tuple[int, int], dict[str, int]] = {}
-"""By the outputs and the blocks of K of a matmul that is divided for several GPUs, the parts of a tile on each."""
+"""The parts of a tile on each of several GPUs, by the outputs and the blocks of K of the matmul."""
 
 
 def parts_on(arch: str, constants: Mapping[str, Any]) -> int | None:
@@ -180,8 +180,8 @@ def parts_on(arch: str, constants: Mapping[str, Any]) -> int | None:
 
 
 GIVEN_UP: dict[str, dict[str, float]] = {}
-"""What was decided for a list of GPUs together, while one method was compiled: by decision and architecture, the share
-of time that it costs by the estimate, 0.03 for 3%, against the decision for that GPU alone."""
+"""The decisions for a list of GPUs together, while one method was compiled: by decision and architecture, the share of
+time that it costs by the estimate, 0.03 for 3%, against the decision for that GPU alone."""
 
 
 def note_given_up(decision: str, times: dict[str, float]) -> None:

@@ -175,7 +175,7 @@ class OneConfiguration(CachingAutotunerPlugin):
         image = self.second.compiled(autotuner, first, own) if second else None
         if image is not None:
             others = [each for each in others if each is not self.second.gpu]
-        self._keep(autotuner, given, first, others, image and (image, own))
+        self._keep(autotuner, given, first, others, None if image is None else (image, own))
         add_grid(autotuner.inductor_meta, first.config)
         return first
 

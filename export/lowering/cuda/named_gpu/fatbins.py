@@ -30,8 +30,8 @@ LIMITS = ("shared_memory_per_block", "shared_memory_per_multiprocessor", "thread
 
 
 PLAIN_CODE = Lock()
-"""Held while ptxas is called for a plain architecture in another thread, and while Triton's names of architectures are
-not those of plain ones."""
+"""A lock, held while ptxas is called for a plain architecture in another thread, and while Triton's names of
+architectures are not those of plain ones."""
 
 
 class Packed(NamedTuple):

@@ -58,10 +58,10 @@ def _by_bulk_copies(autotuner: CachingAutotuner, plain: Any) -> OwnImage:  # noq
 OFFERED: dict[str, Callable[[CachingAutotuner, Any], OwnImage | None]] = {
     int4_records_small_m_kernel.__name__: _by_bulk_copies
 }
-"""By the name of a Triton kernel, a function that compiles its image for ``ARCH`` from another source. It gets the
-autotuner and the plain kernel; None leaves the image out. Entry, parameters and grid are those of the plain kernel."""
+"""Functions that compile the image of a kernel for ``ARCH`` from another source, by the name of the Triton kernel. One
+gets the autotuner and the plain kernel; None leaves the image out. Entry, parameters, grid are the plain kernel's."""
 CONFIGS = {attention_chunk._attention_chunk_kernel.__name__: attention_chunk.CONFIGS}
-"""By the name of a kernel, the configurations of its plain image: keys of a block, stages, warps. The plain image of
+"""The configurations of plain images, by the name of the kernel: keys of a block, stages, warps. The plain image of
 another kernel has the configuration of the second one."""
 
 
