@@ -27,6 +27,7 @@ from eagle3.runner.artifact.cuda_library import fatbin_entries, read_library
 from eagle3.runner.contract import TARGET_VERIFY
 from eagle3.runner.system.gpus import BY_ARCH, GPUS, Gpu
 
+NAMED = SimpleNamespace(__name__="k")
 ROWS, WIDTH, SLOTS, OUTPUTS = 512, 2048, 4096, 5376
 
 
@@ -183,10 +184,10 @@ def test_the_barriers_of_both_images_are_checked(fatbin):
 
 def test_kernels_of_many_rows_and_templates_for_sm_90_alone_get_a_second_image():
     many, few, other = (
-        SimpleNamespace(triton_meta={"constants": found}, heuristic_type=HeuristicType.USER_AUTOTUNE)
+        SimpleNamespace(triton_meta={"constants": found}, heuristic_type=HeuristicType.USER_AUTOTUNE, fn=NAMED)
         for found in ({"ROWS": 128, "PLAIN_ROWS": 64}, {"ROWS": 64, "PLAIN_ROWS": 0}, {"BLOCK_M": 64})
     )
-    template = SimpleNamespace(triton_meta={"constants": {}}, heuristic_type=HeuristicType.TEMPLATE)
+    template = SimpleNamespace(triton_meta={"constants": {}}, heuristic_type=HeuristicType.TEMPLATE, fn=NAMED)
     on_hopper = SecondImages(BY_ARCH["sm_90"], None)
     assert on_hopper.wanted(many) and on_hopper.wanted(template)
     assert not on_hopper.wanted(few) and not on_hopper.wanted(other)
@@ -239,7 +240,7 @@ def added(own: SimpleNamespace | None, monkeypatch, spills: int = 0) -> tuple[Si
             raise OutOfResources(240_000, BY_ARCH["sm_90"].shared_memory_per_block, "shared memory")
         return SimpleNamespace(kernel=own)
 
-    autotuner = SimpleNamespace(_precompile_config=compiled)
+    autotuner = SimpleNamespace(_precompile_config=compiled, fn=NAMED)
     found.add(autotuner, SimpleNamespace(kernel=plain), Config({}))
     return plain, found
 
