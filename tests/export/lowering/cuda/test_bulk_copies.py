@@ -27,8 +27,8 @@ from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
 from eagle3.runner.system.gpus import BY_ARCH, GPUS
 
 SLICES = {
-    "queries, keys and values": (192, 5376, ""), "o": (128, 8192, ""), "o of full attention": (64, 16384, ""),
-    "gate and up": (320, 5376, sums.GELU_TANH), "down": (64, 21504, ""), "LM head": (192, 5376, ""),
+    "queries, keys and values": (128, 5376, ""), "o": (128, 8192, ""), "o of full attention": (64, 16384, ""),
+    "gate and up": (320, 5376, sums.GELU_TANH), "down": (64, 21504, ""), "LM head": (64, 5376, ""),
 }  # fmt: skip
 """The linears of Gemma 4 31B with all of K and a part of their outputs, N x K, and activations."""
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from commands import fail_command, run_command
+from machine_code.libraries import cuda_kernels
+from machine_code.sass import read_codes
 from shared_libraries import loaded_by
 
 from eagle3.export.cli import main as export_main
@@ -20,6 +22,7 @@ from eagle3.export.lowering.cuda.kernels.int4.records.tensor import pack_records
 from eagle3.export.pipeline import load_speculator
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.speculator.merged_linears import merge_linears
+from eagle3.runner.artifact.cuda_library import fatbin_entries
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE, read_ptd_index
 from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.commands.inspect import main as inspect_main
@@ -105,6 +108,22 @@ def test_weights_in_the_ptd_of_records_are_records_and_nothing_holds_them_twice(
     assert compared_weights(records_artifact, tmp_path, in_records=True) > 60
     manifest = json.loads(run_command(inspect_main, records_artifact, "--json").stdout)["metadata"]["get_manifest"]
     assert manifest["int4_weights"] == {"records": 25, "tiles": 0}
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: Triton compiles for it alone")
+def test_kernels_of_few_rows_over_records_have_an_image_by_bulk_copies(records_artifact):
+    """It has no PTX, no stack, and the parameters of Triton's kernel, which the driver finds by their places."""
+    fatbins = {
+        (method, name): fatbin
+        for method, kernels in cuda_kernels(records_artifact / MODEL_FILE).items()
+        for name, fatbin in kernels.items()
+        if name.startswith("int4_records_small_m_kernel")
+    }
+    assert {method for method, _ in fatbins} >= {SPECULATE, TARGET_VERIFY}
+    for fatbin, code in read_codes(fatbins.values(), (9, 0)).items():
+        assert list(fatbin_entries(fatbin)) == [("sass", "sm_90"), ("ptx", "sm_90"), ("sass", "sm_90a")]
+        assert code.spill_bytes == 0 and code.registers in (80, 127, 128) and code.ptx == ""
 
 
 def compared_weights(artifact, tmp_path, in_records: bool) -> int:
