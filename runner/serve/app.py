@@ -11,13 +11,14 @@ from executorch.examples.llm_server.python.protocol import ModelCard, ModelList
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from eagle3.runner.serve import chat, completions, responses
-from eagle3.runner.serve.errors import APIError, Refused, as_response, body, line, on_api_error
-from eagle3.runner.serve.gate import Gate, check_type
-from eagle3.runner.serve.limits import check_sizes, check_values
+from eagle3.runner.serve.errors import APIError, Refused, as_response, body, on_api_error
+from eagle3.runner.serve.gate import Gate, check_type, failure
+from eagle3.runner.serve.limits import read_body
 from eagle3.runner.serve.page import add_page
 from eagle3.runner.serve.requests import Asked, ChatBody, CompletionBody, ResponseBody, parse
 from eagle3.runner.serve.service import Service
@@ -36,28 +37,31 @@ def build_app(
     key: str | None = None,
     log: Callable[[str], None] | None = None,
     hosts: Collection[str] | None = None,
+    origins: Collection[str] = (),
 ) -> FastAPI:
     """Return the application over a loaded model. ``key``: the API key that requests must send; ``log`` is called with
-    one line per request; ``hosts``: the allowed names of the server (``Gate``)."""
+    one line per request; ``hosts``: the allowed names of the server (``Gate``); ``origins``: those whose pages may send
+    requests (CORS)."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.engine.close)
+        service.jobs.close()
 
     app = FastAPI(
         title="eagle3-serve", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, redirect_slashes=False
     )  # a redirect would lead to the host that the client named
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Gate, key=key, log=log or (lambda _line: None), hosts=hosts)
     app.add_exception_handler(APIError, on_api_error)
     app.add_exception_handler(ClientDisconnect, _on_hang_up)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_failure)
     started = int(time.time())
 
     @app.api_route("/health", methods=READ)
     async def health() -> Response:
-        return JSONResponse({"status": "ok"}) if service.engine.alive else JSONResponse({"status": "unavailable"}, 503)
+        return JSONResponse({"status": "ok"}) if service.jobs.alive else JSONResponse({"status": "unavailable"}, 503)
 
     @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
@@ -65,7 +69,7 @@ def build_app(
 
     def card() -> dict[str, Any]:
         made = ModelCard(id=service.model_id, created=started, owned_by="eagle3-export")
-        return made.model_dump() | {"max_model_len": service.model.metadata.max_seq_len}
+        return made.model_dump() | {"max_model_len": service.metadata.max_seq_len}
 
     @app.api_route("/v1/models", methods=READ)
     async def models() -> Response:
@@ -99,25 +103,26 @@ def _endpoint(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         check_type(request.headers.get("content-type", ""))
+        service.jobs.check_room(1)  # before the body is read
         try:
             given = await asyncio.wait_for(request.body(), BODY_SECONDS)
         except TimeoutError:
             raise Refused(f"the body took more than {BODY_SECONDS:g} s to arrive", status=408) from None
         asked = await asyncio.to_thread(_parsed, service, kind, given)
-        service.engine.check_room(asked.generations)  # before the prompt is rendered or tokenized
+        service.jobs.check_room(asked.generations)  # before the prompt is rendered or tokenized
         if not asked.stream:
             made: BaseModel = await _while_connected(request, complete(service, asked, request))
             text = made.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null
             return Response(text, media_type="application/json")
         lines = stream(service, asked, request)
         first = await _while_connected(request, anext(lines))  # an error before the first line has an HTTP status
-        return StreamingResponse(_sent(first, lines, done, written), media_type="text/event-stream")
+        return StreamingResponse(_sent(request, first, lines, done, written), media_type="text/event-stream")
 
     return answer
 
 
 async def _sent(
-    first: str, lines: AsyncGenerator[str, None], done: str, written: Callable[[str], str]
+    request: Request, first: str, lines: AsyncGenerator[str, None], done: str, written: Callable[[str], str]
 ) -> AsyncIterator[str]:
     """Yield server-sent events. An error after the first one is sent as an event, since the HTTP status has already
     been sent."""
@@ -125,8 +130,10 @@ async def _sent(
         yield written(first)
         async for line in lines:
             yield written(line)
-    except APIError as error:
-        yield _data(json.dumps(body(error)))
+    except Exception as error:
+        if not isinstance(error, APIError):
+            request.scope["failed"] = error  # for the log
+        yield _data(json.dumps(body(failure(error))))
     finally:
         await lines.aclose()
     if done:
@@ -134,13 +141,7 @@ async def _sent(
 
 
 def _parsed(service: Service, kind: type[Asked], given: bytes) -> Asked:
-    check_values(given, service.model.metadata.max_seq_len)
-    try:
-        read = json.loads(given)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is no JSON: {error}") from None
-    check_sizes(read, service.model.metadata.max_seq_len)
-    return parse(kind, read, service.defaults)
+    return parse(kind, read_body(given, service.metadata.max_seq_len), service.defaults)
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -164,14 +165,12 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _on_http_error(_request: Request, error: Exception) -> JSONResponse:
+async def _on_http_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return as_response(Refused(str(error.detail), status=error.status_code))
+    answer = as_response(Refused(str(error.detail), status=error.status_code))
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 async def _on_hang_up(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)  # the client has gone and reads no response
-
-
-async def _on_failure(_request: Request, error: Exception) -> JSONResponse:
-    return as_response(APIError(500, f"the server failed: {line(error) or type(error).__name__}", "server_error"))

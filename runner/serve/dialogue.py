@@ -11,7 +11,7 @@ from typing import Any
 from executorch.examples.llm_server.python.protocol import ChatMessage
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.runner.model import Model
+from eagle3.runner.contract import Metadata
 from eagle3.runner.serve.calls import DIALECTS, dialect_of
 from eagle3.runner.serve.errors import Refused, line
 from eagle3.runner.serve.markup import ReasoningMarks, Splitter, reasoning_marks
@@ -27,6 +27,7 @@ from eagle3.runner.serve.template import (
     thought_fields,
 )
 from eagle3.runner.text.checks import shown
+from eagle3.runner.text.text import Text
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 TAKEN_BY_NAME = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
@@ -105,9 +106,9 @@ class Turn:
 class Dialogue:
     """Renders conversations for one model, by its chat template."""
 
-    def __init__(self, model: Model, folder: Path, parser: str = AUTO):
+    def __init__(self, text: Text, metadata: Metadata, folder: Path, parser: str = AUTO):
         """``parser``: a name in DIALECTS, or AUTO for the one that the chat template calls for."""
-        self._model, self._added = model, set(model.text.tokenizer.get_vocab(with_added_tokens=True))
+        self._text, self._metadata, self._added = text, metadata, set(text.tokenizer.get_vocab(with_added_tokens=True))
         self._reason, self.unread = "", list[str]()
         try:
             self._template: Any = Template(str(folder))  # None if no template works; ``turn`` then raises
@@ -125,11 +126,11 @@ class Dialogue:
             self.unread.append("tool calls")
         self._tool_marks = DIALECTS[self.dialect].marks if self.dialect else ()
         shown_marks = "".join((*self._tool_marks, *(self._marks.shown if self._marks else ())))
-        specials = {*self._template.special_tokens(), *model.text.special}
+        specials = {*self._template.special_tokens(), *text.special}
         self._specials = tuple(sorted(each for each in specials if each not in shown_marks))
         ends = self._template.turn_stop_sequences()
-        tokens = [model.text.tokenizer.token_to_id(each) for each in ends if each not in shown_marks]
-        self._end_ids = [token for token in tokens if token is not None and token not in model.metadata.eos_ids]
+        tokens = [text.tokenizer.token_to_id(each) for each in ends if each not in shown_marks]
+        self._end_ids = [token for token in tokens if token is not None and token not in metadata.eos_ids]
 
     def turn(
         self,
@@ -216,10 +217,10 @@ class Dialogue:
     def _check_length(self, text: str) -> None:
         from eagle3.runner.serve.requests import check_length
 
-        check_length(self._model, text)
+        check_length(self._text, self._metadata, text)
 
     def _encode(self, rendered: str) -> list[int]:
-        return self._model.text.tokenizer.encode(rendered, add_special_tokens=False).ids
+        return self._text.tokenizer.encode(rendered, add_special_tokens=False).ids
 
 
 def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:

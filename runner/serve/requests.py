@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 from executorch.examples.llm_server.python.protocol import ChatCompletionRequest, StreamOptions
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from eagle3.runner.model import Model
+from eagle3.runner.contract import Metadata
 from eagle3.runner.serve.errors import ContextLengthExceeded, Refused
 from eagle3.runner.serve.limits import MOST_CHOICES
 from eagle3.runner.serve.template import Message
+from eagle3.runner.text.prompts import mixed_seed
+from eagle3.runner.text.text import Text
 
 IGNORED = frozenset(
     (
@@ -68,7 +70,7 @@ class Asked(BaseModel):
         """The number of requested generations."""
         return self.choices
 
-    def sampling(self, model: Model) -> dict[str, Any]:
+    def sampling(self, metadata: Metadata) -> dict[str, Any]:
         """Return the options of a generation without its length. The default temperature is OpenAI's, 1, or 0 if the
         artifact has no logits."""
         if not 1 <= self.choices <= MOST_CHOICES:
@@ -79,7 +81,7 @@ class Asked(BaseModel):
             "structured_outputs",
         )  # fmt: skip
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if "temperature" not in options and model.metadata.has_logits:
+        if "temperature" not in options and metadata.has_logits:
             options["temperature"] = 1.0
         if options.get("top_k") == -1:  # in vLLM, -1 means all tokens
             del options["top_k"]
@@ -166,10 +168,10 @@ def _found(value: object) -> str:
     return type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]
 
 
-def length(model: Model, prompt: list[int], wanted: int | None, name: str) -> int:
+def length(metadata: Metadata, prompt: list[int], wanted: int | None, name: str) -> int:
     """Return the most tokens to generate: ``wanted``, or as many as the context holds. Raises ``Refused`` and
     ContextLengthExceeded, with both numbers."""
-    context = model.metadata.max_seq_len
+    context = metadata.max_seq_len
     if len(prompt) >= context:
         raise ContextLengthExceeded(len(prompt), context)
     if wanted is None:
@@ -181,10 +183,10 @@ def length(model: Model, prompt: list[int], wanted: int | None, name: str) -> in
     return wanted
 
 
-def check_length(model: Model, text: str) -> None:
+def check_length(text: Text, metadata: Metadata, given: str) -> None:
     """Refuse a text that cannot fit into the context, without tokenizing all of it."""
     try:
-        model.text.check_length(text, model.metadata.max_seq_len)
+        text.check_length(given, metadata.max_seq_len)
     except ValueError as error:
         raise Refused(str(error), code="context_length_exceeded") from None
 
@@ -194,6 +196,4 @@ def with_own_seeds(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
     one."""
     if "seed" not in options:
         return [options] * count
-    from eagle3.runner.text.prompts import mixed_seed
-
     return [options, *(options | {"seed": mixed_seed(options["seed"], index)} for index in range(1, count))]

@@ -37,8 +37,8 @@ from starlette.requests import Request
 
 from eagle3.runner.serve.answer import Answer, Call, new_id, usage
 from eagle3.runner.serve.dialogue import Turn
-from eagle3.runner.serve.engine import Job
 from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.jobs import Job
 from eagle3.runner.serve.markup import CONTENT, REASONING
 from eagle3.runner.serve.requests import ResponseBody, length
 from eagle3.runner.serve.service import Service
@@ -68,14 +68,14 @@ def asked(service: Service, body: ResponseBody) -> Turn:
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or [])] or None
     turn = service.dialogue.turn(
         _messages(body),
-        body.sampling(service.model),
+        body.sampling(service.metadata),
         tools,
         body.tool_choice,
         body.parallel_tool_calls,
         (body.text or {}).get("format"),
         kwargs,
     )
-    turn.options["max_new_tokens"] = length(service.model, turn.prompt, body.max_output_tokens, "max_output_tokens")
+    turn.options["max_new_tokens"] = length(service.metadata, turn.prompt, body.max_output_tokens, "max_output_tokens")
     return turn
 
 
@@ -149,7 +149,7 @@ async def events(service: Service, body: ResponseBody, request: Request) -> Asyn
     """Yield OpenAI's events, the last of which has the whole response. ``Refused`` is raised before the first."""
     turn = await asyncio.to_thread(asked, service, body)
     form = "text" if turn.form == "response_format" else turn.form
-    async with service.jobs(request, turn.prompt, turn.options, 1, form) as jobs:
+    async with service.generations(request, turn.prompt, turn.options, 1, form) as jobs:
         log = Events(service, body, turn)
         yield log.event(ResponseCreatedEvent, "response.created", response=log.response("in_progress"))
         yield log.event(ResponseInProgressEvent, "response.in_progress", response=log.response("in_progress"))

@@ -1,7 +1,6 @@
 """A model's own markup becomes reasoning, content and tool calls, however the text is cut into rounds."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from executorch.examples.llm_server.python.protocol import ChatMessage
@@ -14,9 +13,11 @@ from eagle3.runner.serve.answer import usage
 from eagle3.runner.serve.calls import DIALECTS
 from eagle3.runner.serve.chat import asked
 from eagle3.runner.serve.dialogue import Dialogue
-from eagle3.runner.serve.engine import Job, Times
 from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.jobs import Job, Times
 from eagle3.runner.serve.markup import CHANNEL, CONTENT, HARMONY, REASONING, THINK, TOOLS, Splitter
+from eagle3.runner.serve.protocol import Outcome
+from eagle3.runner.serve.protocol import Request as Asked
 from eagle3.runner.serve.requests import ChatBody, parse
 
 HERMES = DIALECTS["hermes"].marks
@@ -159,7 +160,7 @@ def test_reasoning_before_constrained_text_is_not_constrained(thinking):
 def test_reasoning_options_of_a_request_reach_the_template(thinking):
     def prompt(**given) -> str:
         body = parse(ChatBody, {"messages": [{"role": "user", "content": "x"}], **given}, {})
-        return thinking.model.text.decode(asked(thinking, body).prompt, False)
+        return thinking.text.decode(asked(thinking, body).prompt, False)
 
     closed = "<think>\n\n</think>"
     assert prompt(reasoning_effort="none").endswith(closed) and "<think>" not in prompt(reasoning_effort="high")
@@ -169,9 +170,8 @@ def test_reasoning_options_of_a_request_reach_the_template(thinking):
     assert prompt(**given).endswith(closed)  # an explicit option overrides a derived one
 
 
-def test_reasoning_is_counted_up_to_the_token_that_ends_it(session, artifact):
-    result = Model(session.metadata, lambda: session, artifact).generate([5, 6], max_new_tokens=6)
-    job = Job([5, 6], {}, None, Times(0.0), result=replace(result, token_ids=[8, 9, 4, 8]))
+def test_reasoning_is_counted_up_to_the_token_that_ends_it():
+    job = Job(Asked([5, 6], {}), None, Times(0.0), outcome=Outcome([8, 9, 4, 8], "stop"))
     for end, count in ((4, 3), (8, 1), (7, 0), (None, 0)):
         assert usage([(2, [job])], end).completion_tokens_details.reasoning_tokens == count
 
