@@ -90,7 +90,7 @@ def _forced_calls(choice: str, text: str, names: set[str]) -> list[Call]:
     if choice in names:
         return [Call(new_id("call"), choice, text)]
     found, place, decoder = [], text.find("{"), json.JSONDecoder()
-    with suppress(json.JSONDecodeError):
+    with suppress(ValueError, LookupError, TypeError, RecursionError):  # the model may nest lists beyond any limit
         while place >= 0:
             each, end = decoder.raw_decode(text, place)
             found.append(Call(new_id("call"), each["name"], json.dumps(each["parameters"])))

@@ -20,8 +20,19 @@ from eagle3.runner.serve.errors import APIError, Refused, as_response, body, on_
 from eagle3.runner.serve.gate import Gate, check_type, failure
 from eagle3.runner.serve.limits import read_body
 from eagle3.runner.serve.page import add_page
-from eagle3.runner.serve.requests import Asked, ChatBody, CompletionBody, ResponseBody, parse
+from eagle3.runner.serve.requests import (
+    Asked,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ResponseBody,
+    TokenizeBody,
+    check_length,
+    parse,
+)
 from eagle3.runner.serve.service import Service
+from eagle3.runner.system.machine import version_of
 
 DONE = "data: [DONE]\n\n"
 BODY_SECONDS = 60.0
@@ -67,6 +78,24 @@ def build_app(
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @app.api_route("/ping", methods=READ)
+    async def ping() -> Response:
+        return await health()
+
+    @app.api_route("/version", methods=READ)
+    async def version() -> Response:
+        return JSONResponse({"version": version_of("eagle3-export")})
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        given = await _body(request, service, TokenizeBody)
+        return JSONResponse(await asyncio.to_thread(_tokenized, service, given))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        given = await _body(request, service, DetokenizeBody)
+        return JSONResponse({"prompt": service.text.decode(service.encode(given.tokens), False)})
+
     def card() -> dict[str, Any]:
         made = ModelCard(id=service.model_id, created=started, owned_by="eagle3-export")
         return made.model_dump() | {"max_model_len": service.metadata.max_seq_len}
@@ -102,13 +131,8 @@ def _endpoint(
     service: Service, kind: type[Asked], complete: Endpoint, stream: Endpoint, done: str, written: Callable[[str], str]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        check_type(request.headers.get("content-type", ""))
         service.jobs.check_room(1)  # before the body is read
-        try:
-            given = await asyncio.wait_for(request.body(), BODY_SECONDS)
-        except TimeoutError:
-            raise Refused(f"the body took more than {BODY_SECONDS:g} s to arrive", status=408) from None
-        asked = await asyncio.to_thread(_parsed, service, kind, given)
+        asked = await _body(request, service, kind)
         service.jobs.check_room(asked.generations)  # before the prompt is rendered or tokenized
         if not asked.stream:
             made: BaseModel = await _while_connected(request, complete(service, asked, request))
@@ -140,8 +164,29 @@ async def _sent(
         yield done
 
 
-def _parsed(service: Service, kind: type[Asked], given: bytes) -> Asked:
-    return parse(kind, read_body(given, service.metadata.max_seq_len), service.defaults)
+async def _body(request: Request, service: Service, kind: type[Body]) -> Body:
+    """Return the checked body of a request. Raises ``Refused``."""
+    check_type(request.headers.get("content-type", ""))
+    try:
+        given = await asyncio.wait_for(request.body(), BODY_SECONDS)
+    except TimeoutError:
+        raise Refused(f"the body took more than {BODY_SECONDS:g} s to arrive", status=408) from None
+
+    def parsed() -> Body:
+        return parse(kind, read_body(given, service.metadata.max_seq_len), service.defaults)
+
+    return await asyncio.to_thread(parsed)
+
+
+def _tokenized(service: Service, given: TokenizeBody) -> dict[str, Any]:
+    service.check_model(given.model)
+    if given.messages is not None:
+        ids = service.dialogue.turn(given.messages, {}, given.tools, template_kwargs=given.chat_template_kwargs).prompt
+    else:
+        check_length(service.text, service.metadata, given.prompt or "")
+        ids = service.text.encode(given.prompt or "")
+    written = [service.text.tokenizer.id_to_token(token) for token in ids] if given.return_token_strs else None
+    return {"count": len(ids), "max_model_len": service.metadata.max_seq_len, "tokens": ids, "token_strs": written}
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:

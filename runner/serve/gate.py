@@ -64,7 +64,7 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if not await body.discarded(headers):
+                if status == 408 or not await body.discarded(headers):
                     own.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
