@@ -8,18 +8,20 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from executorch.examples.llm_server.python.protocol import ModelCard, ModelList
-from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from eagle3.runner.serve import chat, completions, responses
-from eagle3.runner.serve.errors import APIError, Refused, as_response, body, on_api_error
+from eagle3.runner.serve.errors import APIError, Busy, Refused, as_response, body, on_api_error
 from eagle3.runner.serve.gate import Gate, check_type, failure
 from eagle3.runner.serve.limits import read_body
-from eagle3.runner.serve.page import add_page
+from eagle3.runner.serve.page import pages
 from eagle3.runner.serve.requests import (
     Asked,
     Body,
@@ -37,7 +39,8 @@ from eagle3.runner.system.machine import version_of
 DONE = "data: [DONE]\n\n"
 BODY_SECONDS = 60.0
 """The seconds that a client has to send a body."""
-READ = ["GET", "HEAD"]
+MOST_PARSED = 48
+"""The requests whose bodies may be parsed, rendered and tokenized, or wait for that; others are refused before."""
 
 T = TypeVar("T")
 Endpoint = Callable[[Service, Any, Request], Any]
@@ -49,73 +52,68 @@ def build_app(
     log: Callable[[str], None] | None = None,
     hosts: Collection[str] | None = None,
     origins: Collection[str] = (),
-) -> FastAPI:
+) -> Starlette:
     """Return the application over a loaded model. ``key``: the API key that requests must send; ``log`` is called with
     one line per request; ``hosts``: the allowed names of the server (``Gate``); ``origins``: those whose pages may send
     requests (CORS)."""
 
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        yield
-        service.jobs.close()
-
-    app = FastAPI(
-        title="eagle3-serve", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, redirect_slashes=False
-    )  # a redirect would lead to the host that the client named
-    if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Gate, key=key, log=log or (lambda _line: None), hosts=hosts)
-    app.add_exception_handler(APIError, on_api_error)
-    app.add_exception_handler(ClientDisconnect, _on_hang_up)
-    app.add_exception_handler(HTTPException, _on_http_error)
     started = int(time.time())
 
-    @app.api_route("/health", methods=READ)
-    async def health() -> Response:
-        return JSONResponse({"status": "ok"}) if service.jobs.alive else JSONResponse({"status": "unavailable"}, 503)
-
-    @app.api_route("/metrics", methods=READ)
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.api_route("/ping", methods=READ)
-    async def ping() -> Response:
-        return await health()
-
-    @app.api_route("/version", methods=READ)
-    async def version() -> Response:
-        return JSONResponse({"version": version_of("eagle3-export")})
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        given = await _body(request, service, TokenizeBody)
-        return JSONResponse(await asyncio.to_thread(_tokenized, service, given))
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        given = await _body(request, service, DetokenizeBody)
-        return JSONResponse({"prompt": service.text.decode(service.encode(given.tokens), False)})
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        yield
+        service.jobs.close()
 
     def card() -> dict[str, Any]:
         made = ModelCard(id=service.model_id, created=started, owned_by="eagle3-export")
         return made.model_dump() | {"max_model_len": service.metadata.max_seq_len}
 
-    @app.api_route("/v1/models", methods=READ)
-    async def models() -> Response:
+    async def health(_request: Request) -> Response:
+        return JSONResponse({"status": "ok"}) if service.jobs.alive else JSONResponse({"status": "unavailable"}, 503)
+
+    async def metrics(_request: Request) -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(_request: Request) -> Response:
+        return JSONResponse({"version": version_of("eagle3-export")})
+
+    async def models(_request: Request) -> Response:
         return JSONResponse(ModelList(data=[]).model_dump() | {"data": [card()]})
 
-    @app.api_route("/v1/models/{name:path}", methods=READ)
-    async def model(name: str) -> Response:
-        service.check_model(name)
+    async def model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
         return JSONResponse(card())
 
-    for path, kind, endpoint in (
-        ("/v1/chat/completions", ChatBody, chat),
-        ("/v1/completions", CompletionBody, completions),
-    ):
-        app.post(path)(_endpoint(service, kind, endpoint.complete, endpoint.stream, DONE, _data))
-    app.post("/v1/responses")(_endpoint(service, ResponseBody, responses.complete, responses.stream, "", _event))
-    add_page(app)
+    async def tokenize(request: Request) -> Response:
+        given = await _body(request, service, TokenizeBody)
+        return JSONResponse(await asyncio.to_thread(_tokenized, service, given))
+
+    async def detokenize(request: Request) -> Response:
+        given = await _body(request, service, DetokenizeBody)
+        try:
+            return JSONResponse({"prompt": service.text.decode(service.encode(given.tokens), False)})
+        except ValueError as error:
+            raise Refused(str(error), "tokens") from None
+
+    reads = {"/health": health, "/ping": health, "/metrics": metrics, "/version": version, "/v1/models": models}
+    posts = {
+        "/v1/chat/completions": _endpoint(service, ChatBody, chat.complete, chat.stream, DONE, _data),
+        "/v1/completions": _endpoint(service, CompletionBody, completions.complete, completions.stream, DONE, _data),
+        "/v1/responses": _endpoint(service, ResponseBody, responses.complete, responses.stream, "", _event),
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
+    }
+    routes = [Route(path, each) for path, each in (reads | {"/v1/models/{name:path}": model} | pages()).items()]
+    routes += [Route(path, each, methods=["POST"]) for path, each in posts.items()]
+    gates = [Middleware(Gate, key=key, log=log or (lambda _line: None), hosts=hosts)]
+    if origins:  # a browser asks for the permission without the key
+        given = {"allow_origins": list(origins), "allow_methods": ["*"], "allow_headers": ["*"]}
+        gates.insert(0, Middleware(CORSMiddleware, **given))
+    handlers: dict[Any, Any] = {
+        APIError: on_api_error, ClientDisconnect: _on_hang_up, HTTPException: _on_http_error
+    }  # fmt: skip
+    app = Starlette(routes=routes, middleware=gates, exception_handlers=handlers, lifespan=lifespan)
+    app.router.redirect_slashes = False  # a redirect would lead to the host that the client named
     return app
 
 
@@ -175,7 +173,15 @@ async def _body(request: Request, service: Service, kind: type[Body]) -> Body:
     def parsed() -> Body:
         return parse(kind, read_body(given, service.metadata.max_seq_len), service.defaults)
 
-    return await asyncio.to_thread(parsed)
+    if await request.is_disconnected():
+        raise ClientDisconnect
+    if service.parsing >= MOST_PARSED:
+        raise Busy(service.parsing, 1)
+    service.parsing += 1
+    try:
+        return await asyncio.to_thread(parsed)
+    finally:
+        service.parsing -= 1
 
 
 def _tokenized(service: Service, given: TokenizeBody) -> dict[str, Any]:
@@ -201,8 +207,9 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     finally:
         for each in (task, gone):
             each.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+        if not task.done():
+            with suppress(asyncio.CancelledError, Exception):
+                await task
 
 
 async def _disconnected(request: Request) -> None:

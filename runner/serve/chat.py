@@ -162,13 +162,12 @@ async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGen
     """Yield the answer as JSON chunks. ``Refused`` is raised before the first chunk."""
     turn = await asyncio.to_thread(asked, service, body)
     chunks = Chunks(service, body, turn)
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
     async with service.generations(request, turn.prompt, turn.options, body.choices, turn.form) as jobs:
         for index, job in enumerate(jobs):
             async with aclosing(chunks.of(index, job)) as of_job:
                 async for chunk in of_job:
                     yield chunk.model_dump_json(exclude_unset=True)
-    if with_usage:
+    if body.with_usage:
         taken = usage([(len(turn.prompt), jobs)], service.reasoning_end(turn))
         yield chunks.chunk([], usage=taken).model_dump_json(exclude_unset=True)
 
@@ -191,7 +190,8 @@ class Chunks:
         )
 
     def _one(self, index: int, delta: dict[str, Any], **more: Any) -> ChatCompletionChunk:
-        return self.chunk([ChunkChoice(index=index, delta=ChoiceDelta(**delta), **({"finish_reason": None} | more))])
+        choice = ChunkChoice(index=index, delta=ChoiceDelta(**delta), **({"finish_reason": None} | more))
+        return self.chunk([choice], **({"usage": None} if self._body.with_usage else {}))
 
     async def of(self, index: int, job: Job) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Yield the chunks of one choice: the role, the text of each round, the end."""

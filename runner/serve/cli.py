@@ -31,7 +31,7 @@ Examples:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Open a file."}], "stream": true}'
 """
-NEEDED = ("fastapi", "uvicorn", "httptools", "openai", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "httptools", "openai", "prometheus_client")
 HEADINGS = {"host": "Network and queue", "given": "Requests", "chain_len": "Running the artifact"}
 PARSERS = (
     "auto", "gemma", "glm", "gpt-oss", "hermes", "kimi", "kimi-k3", "lfm2", "llama", "mistral", "nemotron-2", "qwen",

@@ -66,7 +66,7 @@ async def answers(service: Service, body: CompletionBody, request: Request) -> A
         "object": "text_completion",
         "created": int(time.time()),
         "model": service.model_id,
-    }
+    } | ({"usage": None} if body.with_usage else {})
     echo = Echo(body.logprobs, body.max_tokens == 0) if body.echo else Echo()
     ends = () if body.echo else service.metadata.eos_ids
     async with AsyncExitStack() as stack:
@@ -91,9 +91,8 @@ async def answers(service: Service, body: CompletionBody, request: Request) -> A
                 reason = "length" if job.outcome is not None and job.outcome.finish_reason == "length" else "stop"
                 yield Completion(choices=[_choice(index, echoed, reason, logprobs)], **made)
                 index += 1
-    yield Completion(
-        choices=[], usage=usage([(len(prompt), jobs) for (prompt, _), jobs in zip(sized, groups, strict=True)]), **made
-    )
+    made["usage"] = usage([(len(prompt), jobs) for (prompt, _), jobs in zip(sized, groups, strict=True)])
+    yield Completion(choices=[], **made)
 
 
 def _choice(index: int, text: str, finish_reason: str | None, logprobs: Logprobs | None) -> CompletionChoice:
@@ -153,8 +152,7 @@ def _joined(one: Logprobs | None, other: Logprobs | None) -> Logprobs | None:
 
 async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[str, None]:
     """Yield the answer as JSON chunks."""
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
     async with aclosing(answers(service, body, request)) as chunks:
         async for chunk in chunks:
-            if chunk.choices or with_usage:
+            if chunk.choices or body.with_usage:
                 yield chunk.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null

@@ -36,7 +36,7 @@ from eagle3.runner.serve.protocol import (
     TokenLogprobs,
 )
 
-GRAMMAR_SECONDS = (0.5, 0.002)
+GRAMMAR_SECONDS = (0.5, 0.001)
 """``Constraint.seconds``: the computing of masks may not keep the model from others."""
 
 

@@ -175,7 +175,7 @@ def failure(error: BaseException) -> APIError:
 def places(error: BaseException) -> str:
     """Return the type of an exception and the places that it passed, as a line without values of a request."""
     frames = traceback.extract_tb(error.__traceback__)
-    told = (f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in frames[-MOST_FRAMES:])
+    told = (f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in frames[-MOST_FRAMES:][::-1])
     return f"{type(error).__name__} in {', '.join(told)}"
 
 

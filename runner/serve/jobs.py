@@ -107,6 +107,11 @@ class Jobs:
             return sum(not job.times.started for job in self._jobs.values())
 
     @property
+    def most(self) -> int:
+        """The number of jobs that may run and wait."""
+        return self._most_waiting + self._parallel
+
+    @property
     def alive(self) -> bool:
         return self._unavailable is None
 
@@ -139,8 +144,7 @@ class Jobs:
         ``Unavailable`` if there is no process."""
         if self._unavailable is not None:
             raise Unavailable(self._unavailable)
-        most = self._most_waiting + self._parallel
-        if count > most:
+        if count > (most := self.most):
             raise Refused(
                 f"{count} choices are asked for, but at most {most} can run and wait here: ask for fewer", "n"
             )

@@ -33,16 +33,8 @@ T = TypeVar("T")
 
 def read_body(given: bytes, context: int) -> Any:  # noqa: ANN401 (JSON)
     """Return the JSON of a body. Raises ``Refused`` or ContextLengthExceeded for one that is beyond a limit or no
-    Unicode text. ``context`` is the model's, in tokens; each message takes at least one.
-
-    Commas and brackets bound the values, and are counted first: parsing a million values takes seconds in which no
-    other thread runs.
-    """
-    most = MOST_VALUES + MOST_VALUES_A_TOKEN * context
-    values = sum(map(given.count, (b",", b"[", b"{")))
-    if values > most:
-        raise Refused(f"the body has {values:,} commas and brackets, but at most {most:,} are read", status=413)
-    read = _json(given)
+    Unicode text. ``context`` is the model's, in tokens; each message takes at least one."""
+    read = _json(given, "the body", MOST_VALUES + MOST_VALUES_A_TOKEN * context)
     if isinstance(read, dict):
         if SURROGATE.search(given):
             _check_text(read)
@@ -52,12 +44,19 @@ def read_body(given: bytes, context: int) -> Any:  # noqa: ANN401 (JSON)
     return read
 
 
-def _json(given: bytes | str) -> Any:  # noqa: ANN401
-    """Parse JSON whose numbers are limited. Raises ``Refused``."""
+def _json(given: bytes, name: str, most: int) -> Any:  # noqa: ANN401
+    """Parse JSON whose numbers are limited. Raises ``Refused``.
+
+    Commas and brackets bound the values, and are counted first: parsing a million values takes seconds in which no
+    other thread runs.
+    """
+    values = sum(map(given.count, (b",", b"[", b"{")))
+    if values > most:
+        raise Refused(f"{name} has {values:,} commas and brackets, but at most {most:,} are read", status=413)
     try:
         return json.loads(given, parse_int=_short(int), parse_float=_short(float), parse_constant=_no)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is no JSON: {error}") from None
+        raise Refused(f"{name} is no JSON: {error}") from None
 
 
 def _short(number: Callable[[str], T]) -> Callable[[str], T]:
@@ -164,7 +163,7 @@ def _check_schema(given: list[Any], field: str) -> None:
         value, depth, key = stack.pop()
         nodes += 1
         if isinstance(value, str) and key == "json":  # the schema is JSON text
-            value = _json(value)
+            value = _json(value.encode(), field, MOST_NODES)
         if isinstance(value, str):
             characters += len(value)
             _most(len(value), MOST_STRING, "a string of {} characters", field)

@@ -86,6 +86,11 @@ class Asked(BaseModel):
         """The number of requested generations."""
         return self.choices
 
+    @property
+    def with_usage(self) -> bool:
+        """True if a stream ends with its token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
     def sampling(self, metadata: Metadata) -> dict[str, Any]:
         """Return the options of a generation without its length. The default temperature is OpenAI's, 1, or 0 if the
         artifact has no logits."""

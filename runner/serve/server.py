@@ -2,6 +2,7 @@
 shutdown that tells clients of running requests."""
 
 import asyncio
+import gc
 import resource
 import signal
 import socket
@@ -152,6 +153,8 @@ def serve(
     host, port = listening.getsockname()[:2]
     tell(f"{service.model_id} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
     server = server_of(build_app(service, key, tell, hosts, origins), grace, service.jobs.close)
+    gc.collect()
+    gc.freeze()  # what the libraries made is not searched for garbage again
     handled = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
     try:  # uvicorn has its own handlers while it runs, and raises the signal again at its end
         asyncio.run(server.serve([listening]))
@@ -184,7 +187,7 @@ def server_of(app: ASGIApp, grace: float, end: Callable[[], None]) -> Server:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     config = uvicorn.Config(
-        app, http=Protocol, log_config=None, access_log=False, server_header=False, ws="none",
+        app, http=Protocol, log_config=None, access_log=False, server_header=False, proxy_headers=False, ws="none",
         limit_concurrency=min(MOST_CONNECTIONS, hard - SPARE_DESCRIPTORS), timeout_keep_alive=int(HEADER_SECONDS),
         timeout_graceful_shutdown=int(grace) + TELLING_SECONDS, lifespan="on",
     )  # fmt: skip

@@ -32,6 +32,8 @@ class Service:
     metrics: Metrics
     defaults: dict[str, Any] = field(default_factory=dict)
     """The values of fields that a request leaves out."""
+    parsing: int = 0
+    """The number of requests whose bodies are being parsed."""
 
     @property
     def metadata(self) -> Metadata:

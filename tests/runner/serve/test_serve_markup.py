@@ -19,6 +19,7 @@ from eagle3.runner.serve.markup import CHANNEL, CONTENT, HARMONY, REASONING, THI
 from eagle3.runner.serve.protocol import Outcome
 from eagle3.runner.serve.protocol import Request as Asked
 from eagle3.runner.serve.requests import ChatBody, parse
+from eagle3.runner.text.text import Text
 
 HERMES = DIALECTS["hermes"].marks
 CALL = '<tool_call>\n{"name": "seek", "arguments": {"offset": 3}}\n</tool_call>'
@@ -99,7 +100,7 @@ def test_tools_are_in_the_prompt_unless_tool_choice_is_none(with_template):
     dialogue = with_template("{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHAT)
     for choice, shown in ((None, True), ("auto", True), ("required", True), ("none", False)):
         prompt = dialogue.turn(ASKED, {}, [TOOL], choice).prompt
-        assert dialogue._model.text.decode(prompt).startswith("seek") == shown
+        assert dialogue._text.decode(prompt).startswith("seek") == shown
 
 
 def test_text_that_cannot_become_a_mark_is_not_held_back():
@@ -127,8 +128,8 @@ def test_the_templates_end_token_ends_an_answer(session, tmp_path):
     assert "stop_token_ids" not in end.turn(ASKED, {}).options
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<pad>"}))
-    model = Model(session.metadata, lambda: session, tmp_path)
-    dialogue, pad = Dialogue(model, tmp_path), model.text.tokenizer.token_to_id("<pad>")
+    text = Text(tmp_path)
+    dialogue, pad = Dialogue(text, session.metadata, tmp_path), text.tokenizer.token_to_id("<pad>")
     assert pad not in session.metadata.eos_ids
     assert dialogue.turn(ASKED, {}).options["stop_token_ids"] == [pad]
     assert dialogue.turn(ASKED, {"stop_token_ids": [7]}).options["stop_token_ids"] == [7, pad]
@@ -138,7 +139,7 @@ def test_the_templates_end_token_ends_an_answer(session, tmp_path):
 def thinking(session, tmp_path_factory):
     """A service whose template knows reasoning, and whose tokenizer has its marks as tokens."""
     folder = tmp_path_factory.mktemp("thinking")
-    tokenizer = dialogue_in(THINKS, session, folder)._model.text.tokenizer
+    tokenizer = dialogue_in(THINKS, session, folder)._text.tokenizer
     tokenizer.add_special_tokens(["<think>", "</think>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     with serviced([Model(session.metadata, lambda: session, folder)], folder) as service:
