@@ -33,7 +33,7 @@ END_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What the process is to load. ``common``: options of every generation; ``loading``: arguments of ``load``."""
+    """The artifact to load. ``common``: options of every generation; ``loading``: arguments of ``load``."""
 
     artifact: Path
     parallel: int = 1

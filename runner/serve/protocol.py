@@ -72,7 +72,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was generated, and why it ended."""
+    """The generated tokens, and the reason why they ended."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ABORT

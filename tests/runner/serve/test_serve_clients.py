@@ -1,4 +1,4 @@
-"""What clients of OpenAI, vLLM and llama-server send is answered or refused by name, not a failure."""
+"""Requests of clients of OpenAI, vLLM and llama-server are answered, or refused by name; none is a failure."""
 
 import json
 import random
@@ -75,7 +75,7 @@ VALUES += [{"type": 5}, {"type": "function"}, {"\ud800": 1}, DEEP[0], "x" * 2000
 
 
 def test_no_body_is_a_failure_of_the_server(server):
-    """Of each request, random values are replaced by others."""
+    """Random values of each request are replaced by others."""
     chance = random.Random(61)
     history = [*ASKED, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}, *ASKED]
     format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
