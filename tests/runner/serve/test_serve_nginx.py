@@ -55,7 +55,9 @@ def _answers(port: int) -> bool:
 def test_nginx_passes_streams_on_and_limits_each_client(server, proxy, held):
     with httpx.Client(base_url=proxy, verify=False, timeout=60) as client:
         held.clear()  # after the first token the answer waits: it arrives all the same
-        with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "prompt": "a " * 40}, timeout=10) as answer:
+        with client.stream(
+            "POST", "/v1/completions", json=LONG | {"stream": True, "prompt": "a " * 40}, timeout=10
+        ) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: {")
             held.set()
