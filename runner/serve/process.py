@@ -1,5 +1,6 @@
 """The model's process: its main program, and the front's hold on it, which starts it again when it has ended."""
 
+import gc
 import os
 import signal
 import socket
@@ -160,6 +161,8 @@ def main() -> None:
                 connection.send((number, event))
 
         engines.append(Engine(models, send, settings.common))
+        gc.collect()
+        gc.freeze()  # what the libraries made is not searched for garbage again
         connection.send(replace(models[0].metadata, draft_ids=None))
         engines[0].run()
 
