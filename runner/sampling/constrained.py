@@ -7,8 +7,10 @@ speculation.
    obey the grammar. If the grammar allows only one continuation, it is proposed without a draft step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import thread_time
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from eagle3.runner.sampling.constraint import Constraint
 
 LONGEST_REASON = 400
 """The most characters of llguidance's reason in an error."""
+T = TypeVar("T")
 BEFORE, REASONING, GRAMMAR, OVER = "before", "reasoning", "grammar", "over"
 """The states of a generation: it may still open its reasoning; it is in its reasoning; in the constrained text; after
 the end."""
@@ -37,7 +40,10 @@ class Guide:
     def __init__(self, constraint: Constraint):
         self._constraint, self._matcher = constraint, constraint.matcher.deep_copy()
         self._where = GRAMMAR
-        self._steps: list[tuple[str, bool]] = []  # for each token: the state before, and if the grammar advanced
+        self._known: tuple[list[int], int] | None = None  # tokens that must come next, and the index of the first
+        self._steps: list[tuple[str, bool, tuple[list[int], int] | None]] = []
+        # for each token: the state before, True if the grammar advanced, and what was known before
+        self._spent = 0.0
         if constraint.reasoning_end is not None:
             self._where = REASONING if constraint.reasoning_begin is None else BEFORE
 
@@ -52,16 +58,19 @@ class Guide:
         if step is None:
             return False
         where, moves = step
-        self._steps.append((self._where, moves))
+        self._steps.append((self._where, moves, self._known))
         self._where = where
+        if moves:
+            tokens, index = self._known or ([], 0)
+            self._known = (tokens, index + 1) if tokens[index : index + 1] == [token] else None
         return True
 
     def back(self, count: int) -> None:
         """Roll back the last ``count`` tokens."""
         if not count:
             return
-        self._matcher.rollback(sum(moves for _, moves in self._steps[-count:]))
-        self._where = self._steps[-count][0]
+        self._matcher.rollback(sum(moves for _, moves, _ in self._steps[-count:]))
+        self._where, _, self._known = self._steps[-count]
         del self._steps[-count:]
 
     @contextmanager
@@ -80,7 +89,11 @@ class Guide:
         constraint = self._constraint
         if self.free:
             return np.ones(constraint.vocab_size, bool)
-        allowed = np.unpackbits(self._bits(), count=constraint.vocab_size, bitorder="little").astype(bool)
+        if forced := self._must(1):
+            allowed = np.zeros(constraint.vocab_size, bool)
+            allowed[forced] = True
+        else:
+            allowed = np.unpackbits(self._bits(), count=constraint.vocab_size, bitorder="little").astype(bool)
         allowed[list(constraint.eos_ids)] = self._matcher.is_accepting()
         if self._where == BEFORE:
             allowed[constraint.reasoning_begin] = True
@@ -94,6 +107,8 @@ class Guide:
             return True
         if token in constraint.eos_ids:
             return self._matcher.is_accepting()
+        if forced := self._must(1):
+            return token == forced[0]
         return bool(self._bits()[token >> 3] >> (token & 7) & 1)
 
     def forced(self, count: int) -> list[int]:
@@ -101,16 +116,38 @@ class Guide:
         tokens, so that no draft step is spent on tokens that are discarded."""
         if self._where in (BEFORE, REASONING):
             return []
-        tokens = [] if self._where == OVER else self._matcher.compute_ff_tokens()[:count]
+        tokens = [] if self._where == OVER else self._must(count)
         with self.ahead(tokens) as reached:
             if reached and (self._where == OVER or self._matcher.is_stopped()):
                 self._check()
                 tokens = tokens + [self._constraint.eos_ids[0]] * (count - len(tokens))
         return tokens
 
+    def _must(self, count: int) -> list[int]:
+        """Return up to ``count`` tokens that must come next. llguidance computes all of a forced text at once, so they
+        are kept until the last of them was taken. Every row asks, so the tokens are the same with and without
+        speculation."""
+        tokens, index = self._known or ([], 0)
+        if self._known is None or index and index == len(tokens):
+            tokens, index = self._known = self._timed(self._matcher.compute_ff_tokens), 0
+        return tokens[index : index + count]
+
+    def _timed(self, work: Callable[..., T], *given: list[int]) -> T:
+        """Return ``work(*given)``. Raises GrammarFailed if the grammar has taken more than its time."""
+        start = thread_time()
+        done = work(*given)
+        self._spent += thread_time() - start
+        most = self._constraint.seconds
+        if most is not None and self._spent > most[0] + most[1] * len(self._steps):
+            raise GrammarFailed(
+                f"the grammar of structured_outputs took {self._spent:.1f} s of processor time for "
+                f"{len(self._steps)} tokens, but {most[0]:g} s and {1000 * most[1]:g} ms a token are the limit"
+            )
+        return done
+
     def _bits(self) -> np.ndarray:
         """Return the mask of the next token: uint8, one bit per token."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        bits = np.frombuffer(self._timed(self._matcher.compute_bitmask), np.uint8)
         self._check()
         return bits
 
@@ -126,7 +163,7 @@ class Guide:
             return GRAMMAR if token == constraint.reasoning_end else REASONING, False
         if self._where == BEFORE and token == constraint.reasoning_begin:
             return REASONING, False
-        moved = self._matcher.try_consume_tokens([token])
+        moved = self._timed(self._matcher.try_consume_tokens, [token])
         self._check()
         return (GRAMMAR, True) if moved else None
 

@@ -75,6 +75,9 @@ class Constraint:
     vocab_size: int
     reasoning_begin: int | None = None
     reasoning_end: int | None = None
+    seconds: tuple[float, float] | None = None
+    """The most seconds of processor time that one generation's grammar may take: a constant, and a number per token.
+    None is no limit."""
 
 
 class Grammars:
@@ -132,7 +135,8 @@ class Grammars:
             matcher, _ = self._compiled[key]
         return self._constraint(matcher, asked)
 
-    def source(self, asked: Mapping[str, Any]) -> str:
+    @staticmethod
+    def source(asked: Mapping[str, Any]) -> str:
         """Return ``structured_outputs`` in llguidance's own form. Raises ValueError for an invalid JSON schema."""
         check_constraint(asked)
         kind = next(kind for kind in KINDS if kind in asked)
@@ -141,7 +145,8 @@ class Grammars:
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{kind} of structured_outputs is no JSON schema: {_line(error)}") from error
 
-    def refusal(self, asked: Mapping[str, Any], reason: object) -> str:
+    @staticmethod
+    def refusal(asked: Mapping[str, Any], reason: object) -> str:
         """Return the error line for a grammar that llguidance refuses for ``reason``."""
         return f"{next(kind for kind in KINDS if kind in asked)} of structured_outputs is refused: {_line(reason)}"
 

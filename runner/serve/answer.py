@@ -11,13 +11,13 @@ from openai.types import CompletionUsage
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 
+from eagle3.runner.contract import Metadata
 from eagle3.runner.loop.statistics import GenerationStats
-from eagle3.runner.model import ABORT, Model, Result
-from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.calls import read_calls
 from eagle3.runner.serve.dialogue import Dialogue, Turn
-from eagle3.runner.serve.engine import Delta, Job
+from eagle3.runner.serve.jobs import Job
 from eagle3.runner.serve.markup import CONTENT, REASONING, TOOLS, Part
+from eagle3.runner.serve.protocol import ABORT, Delta, Outcome, TokenLogprobs
 from eagle3.runner.text.stop_strings import REPLACEMENT
 from eagle3.runner.text.text import Text
 
@@ -39,7 +39,7 @@ class Answer:
     turn: Turn
     texts: dict[str, list[str]] = field(default_factory=lambda: {REASONING: [], CONTENT: [], TOOLS: []})
     calls: list[Call] = field(default_factory=list)
-    result: Result | None = None
+    outcome: Outcome | None = None
 
     def text(self, kind: str) -> str:
         return "".join(self.texts[kind])
@@ -47,7 +47,7 @@ class Answer:
     @property
     def finish_reason(self) -> FinishReason:
         """The reason why generation ended, in OpenAI's terms."""
-        reason = ABORT if self.result is None else self.result.finish_reason
+        reason = ABORT if self.outcome is None else self.outcome.finish_reason
         if reason == "length":
             return "length"
         return "tool_calls" if self.calls else "stop"
@@ -59,7 +59,7 @@ class Answer:
         async with aclosing(job.deltas()) as deltas:
             async for delta in deltas:
                 yield self._kept(splitter.push(delta.text)), delta
-        self.result = job.result
+        self.outcome = job.outcome
         rest = self._kept(splitter.finish())
         yield rest + self._called(dialogue), None
 
@@ -90,7 +90,7 @@ def _forced_calls(choice: str, text: str, names: set[str]) -> list[Call]:
     if choice in names:
         return [Call(new_id("call"), choice, text)]
     found, place, decoder = [], text.find("{"), json.JSONDecoder()
-    with suppress(json.JSONDecodeError):
+    with suppress(ValueError, LookupError, TypeError, RecursionError):  # the model may nest lists beyond any limit
         while place >= 0:
             each, end = decoder.raw_decode(text, place)
             found.append(Call(new_id("call"), each["name"], json.dumps(each["parameters"])))
@@ -105,15 +105,15 @@ def new_id(prefix: str) -> str:
 def usage(groups: Sequence[tuple[int, list[Job]]], reasoning_end: int | None = None) -> CompletionUsage:
     """Return the total number of tokens of all choices. ``groups``: each prompt's tokens and its jobs.
     ``reasoning_end``: the token that ends reasoning."""
-    results = [job.result for _, jobs in groups for job in jobs if job.result is not None]
+    outcomes = [job.outcome for _, jobs in groups for job in jobs if job.outcome is not None]
     stats, prompt_tokens, cached, reasoning = GenerationStats(), 0, 0, 0
     for count, [first, *_] in groups:
         prompt_tokens += count
-        cached += 0 if first.result is None else first.result.stats.reused_prompt_tokens
-    for result in results:
-        stats.add(result.stats)
-        if reasoning_end is not None and reasoning_end in result.token_ids:
-            reasoning += result.token_ids.index(reasoning_end) + 1
+        cached += 0 if first.outcome is None else first.outcome.stats.reused_prompt_tokens
+    for outcome in outcomes:
+        stats.add(outcome.stats)
+        if reasoning_end is not None and reasoning_end in outcome.token_ids:
+            reasoning += outcome.token_ids.index(reasoning_end) + 1
     return CompletionUsage(
         prompt_tokens=prompt_tokens,
         completion_tokens=stats.generation_tokens,
@@ -133,14 +133,14 @@ def token_text(text: Text, token: int) -> str:
 
 
 def token_logprobs(
-    model: Model, given: list[TokenLogprobs], options: dict[str, Any]
+    text: Text, metadata: Metadata, given: list[TokenLogprobs], options: dict[str, Any]
 ) -> list[ChatCompletionTokenLogprob]:
     """Return log probabilities in OpenAI's shape, without the tokens that end a text."""
-    ends = {*model.metadata.eos_ids, *options.get("stop_token_ids", ())}
+    ends = {*metadata.eos_ids, *options.get("stop_token_ids", ())}
 
     def described(token: int, logprob: float) -> dict[str, Any]:
-        written = token_text(model.text, token)
-        octets = written.encode() if REPLACEMENT not in written else model.text.token_bytes(token)
+        written = token_text(text, token)
+        octets = written.encode() if REPLACEMENT not in written else text.token_bytes(token)
         return {"token": written, "bytes": octets and list(octets), "logprob": max(logprob, -9999.0)}
 
     return [

@@ -8,24 +8,39 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from executorch.examples.llm_server.python.protocol import ModelCard, ModelList
-from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from eagle3.runner.serve import chat, completions, responses
-from eagle3.runner.serve.errors import APIError, Refused, as_response, body, line, on_api_error
-from eagle3.runner.serve.gate import Gate, check_type
-from eagle3.runner.serve.limits import check_sizes, check_values
-from eagle3.runner.serve.page import add_page
-from eagle3.runner.serve.requests import Asked, ChatBody, CompletionBody, ResponseBody, parse
+from eagle3.runner.serve.errors import APIError, Busy, Refused, as_response, body, on_api_error
+from eagle3.runner.serve.gate import Gate, check_type, failure
+from eagle3.runner.serve.limits import read_body
+from eagle3.runner.serve.page import pages
+from eagle3.runner.serve.requests import (
+    Asked,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ResponseBody,
+    TokenizeBody,
+    check_length,
+    parse,
+)
 from eagle3.runner.serve.service import Service
+from eagle3.runner.system.machine import version_of
 
 DONE = "data: [DONE]\n\n"
 BODY_SECONDS = 60.0
 """The seconds that a client has to send a body."""
-READ = ["GET", "HEAD"]
+MOST_PARSED = 48
+"""The requests whose bodies may be parsed, rendered and tokenized, or wait for that; others are refused before."""
 
 T = TypeVar("T")
 Endpoint = Callable[[Service, Any, Request], Any]
@@ -36,53 +51,69 @@ def build_app(
     key: str | None = None,
     log: Callable[[str], None] | None = None,
     hosts: Collection[str] | None = None,
-) -> FastAPI:
+    origins: Collection[str] = (),
+) -> Starlette:
     """Return the application over a loaded model. ``key``: the API key that requests must send; ``log`` is called with
-    one line per request; ``hosts``: the allowed names of the server (``Gate``)."""
+    one line per request; ``hosts``: the allowed names of the server (``Gate``); ``origins``: those whose pages may send
+    requests (CORS)."""
 
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(service.engine.close)
-
-    app = FastAPI(
-        title="eagle3-serve", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, redirect_slashes=False
-    )  # a redirect would lead to the host that the client named
-    app.add_middleware(Gate, key=key, log=log or (lambda _line: None), hosts=hosts)
-    app.add_exception_handler(APIError, on_api_error)
-    app.add_exception_handler(ClientDisconnect, _on_hang_up)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_failure)
     started = int(time.time())
 
-    @app.api_route("/health", methods=READ)
-    async def health() -> Response:
-        return JSONResponse({"status": "ok"}) if service.engine.alive else JSONResponse({"status": "unavailable"}, 503)
-
-    @app.api_route("/metrics", methods=READ)
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        yield
+        service.jobs.close()
 
     def card() -> dict[str, Any]:
         made = ModelCard(id=service.model_id, created=started, owned_by="eagle3-export")
-        return made.model_dump() | {"max_model_len": service.model.metadata.max_seq_len}
+        return made.model_dump() | {"max_model_len": service.metadata.max_seq_len}
 
-    @app.api_route("/v1/models", methods=READ)
-    async def models() -> Response:
+    async def health(_request: Request) -> Response:
+        return JSONResponse({"status": "ok"}) if service.jobs.alive else JSONResponse({"status": "unavailable"}, 503)
+
+    async def metrics(_request: Request) -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(_request: Request) -> Response:
+        return JSONResponse({"version": version_of("eagle3-export")})
+
+    async def models(_request: Request) -> Response:
         return JSONResponse(ModelList(data=[]).model_dump() | {"data": [card()]})
 
-    @app.api_route("/v1/models/{name:path}", methods=READ)
-    async def model(name: str) -> Response:
-        service.check_model(name)
+    async def model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
         return JSONResponse(card())
 
-    for path, kind, endpoint in (
-        ("/v1/chat/completions", ChatBody, chat),
-        ("/v1/completions", CompletionBody, completions),
-    ):
-        app.post(path)(_endpoint(service, kind, endpoint.complete, endpoint.stream, DONE, _data))
-    app.post("/v1/responses")(_endpoint(service, ResponseBody, responses.complete, responses.stream, "", _event))
-    add_page(app)
+    async def tokenize(request: Request) -> Response:
+        given = await _body(request, service, TokenizeBody)
+        return JSONResponse(await asyncio.to_thread(_tokenized, service, given))
+
+    async def detokenize(request: Request) -> Response:
+        given = await _body(request, service, DetokenizeBody)
+        try:
+            return JSONResponse({"prompt": service.text.decode(service.encode(given.tokens), False)})
+        except ValueError as error:
+            raise Refused(str(error), "tokens") from None
+
+    reads = {"/health": health, "/ping": health, "/metrics": metrics, "/version": version, "/v1/models": models}
+    posts = {
+        "/v1/chat/completions": _endpoint(service, ChatBody, chat.complete, chat.stream, DONE, _data),
+        "/v1/completions": _endpoint(service, CompletionBody, completions.complete, completions.stream, DONE, _data),
+        "/v1/responses": _endpoint(service, ResponseBody, responses.complete, responses.stream, "", _event),
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
+    }
+    routes = [Route(path, each) for path, each in (reads | {"/v1/models/{name:path}": model} | pages()).items()]
+    routes += [Route(path, each, methods=["POST"]) for path, each in posts.items()]
+    gates = [Middleware(Gate, key=key, log=log or (lambda _line: None), hosts=hosts)]
+    if origins:  # a browser asks for the permission without the key
+        given = {"allow_origins": list(origins), "allow_methods": ["*"], "allow_headers": ["*"]}
+        gates.insert(0, Middleware(CORSMiddleware, **given))
+    handlers: dict[Any, Any] = {
+        APIError: on_api_error, ClientDisconnect: _on_hang_up, HTTPException: _on_http_error
+    }  # fmt: skip
+    app = Starlette(routes=routes, middleware=gates, exception_handlers=handlers, lifespan=lifespan)
+    app.router.redirect_slashes = False  # a redirect would lead to the host that the client named
     return app
 
 
@@ -98,26 +129,22 @@ def _endpoint(
     service: Service, kind: type[Asked], complete: Endpoint, stream: Endpoint, done: str, written: Callable[[str], str]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        check_type(request.headers.get("content-type", ""))
-        try:
-            given = await asyncio.wait_for(request.body(), BODY_SECONDS)
-        except TimeoutError:
-            raise Refused(f"the body took more than {BODY_SECONDS:g} s to arrive", status=408) from None
-        asked = await asyncio.to_thread(_parsed, service, kind, given)
-        service.engine.check_room(asked.generations)  # before the prompt is rendered or tokenized
+        service.jobs.check_room(1)  # before the body is read
+        asked = await _body(request, service, kind)
+        service.jobs.check_room(asked.generations)  # before the prompt is rendered or tokenized
         if not asked.stream:
             made: BaseModel = await _while_connected(request, complete(service, asked, request))
             text = made.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null
             return Response(text, media_type="application/json")
         lines = stream(service, asked, request)
         first = await _while_connected(request, anext(lines))  # an error before the first line has an HTTP status
-        return StreamingResponse(_sent(first, lines, done, written), media_type="text/event-stream")
+        return StreamingResponse(_sent(request, first, lines, done, written), media_type="text/event-stream")
 
     return answer
 
 
 async def _sent(
-    first: str, lines: AsyncGenerator[str, None], done: str, written: Callable[[str], str]
+    request: Request, first: str, lines: AsyncGenerator[str, None], done: str, written: Callable[[str], str]
 ) -> AsyncIterator[str]:
     """Yield server-sent events. An error after the first one is sent as an event, since the HTTP status has already
     been sent."""
@@ -125,22 +152,47 @@ async def _sent(
         yield written(first)
         async for line in lines:
             yield written(line)
-    except APIError as error:
-        yield _data(json.dumps(body(error)))
+    except Exception as error:
+        if not isinstance(error, APIError):
+            request.scope["failed"] = error  # for the log
+        yield _data(json.dumps(body(failure(error))))
     finally:
         await lines.aclose()
     if done:
         yield done
 
 
-def _parsed(service: Service, kind: type[Asked], given: bytes) -> Asked:
-    check_values(given, service.model.metadata.max_seq_len)
+async def _body(request: Request, service: Service, kind: type[Body]) -> Body:
+    """Return the checked body of a request. Raises ``Refused``."""
+    check_type(request.headers.get("content-type", ""))
     try:
-        read = json.loads(given)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is no JSON: {error}") from None
-    check_sizes(read, service.model.metadata.max_seq_len)
-    return parse(kind, read, service.defaults)
+        given = await asyncio.wait_for(request.body(), BODY_SECONDS)
+    except TimeoutError:
+        raise Refused(f"the body took more than {BODY_SECONDS:g} s to arrive", status=408) from None
+
+    def parsed() -> Body:
+        return parse(kind, read_body(given, service.metadata.max_seq_len), service.defaults)
+
+    if await request.is_disconnected():
+        raise ClientDisconnect
+    if service.parsing >= MOST_PARSED:
+        raise Busy(service.parsing, 1)
+    service.parsing += 1
+    try:
+        return await asyncio.to_thread(parsed)
+    finally:
+        service.parsing -= 1
+
+
+def _tokenized(service: Service, given: TokenizeBody) -> dict[str, Any]:
+    service.check_model(given.model)
+    if given.messages is not None:
+        ids = service.dialogue.turn(given.messages, {}, given.tools, template_kwargs=given.chat_template_kwargs).prompt
+    else:
+        check_length(service.text, service.metadata, given.prompt or "")
+        ids = service.text.encode(given.prompt or "")
+    written = [service.text.tokenizer.id_to_token(token) for token in ids] if given.return_token_strs else None
+    return {"count": len(ids), "max_model_len": service.metadata.max_seq_len, "tokens": ids, "token_strs": written}
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -155,8 +207,9 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     finally:
         for each in (task, gone):
             each.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+        if not task.done():
+            with suppress(asyncio.CancelledError, Exception):
+                await task
 
 
 async def _disconnected(request: Request) -> None:
@@ -164,14 +217,12 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _on_http_error(_request: Request, error: Exception) -> JSONResponse:
+async def _on_http_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return as_response(Refused(str(error.detail), status=error.status_code))
+    answer = as_response(Refused(str(error.detail), status=error.status_code))
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 async def _on_hang_up(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)  # the client has gone and reads no response
-
-
-async def _on_failure(_request: Request, error: Exception) -> JSONResponse:
-    return as_response(APIError(500, f"the server failed: {line(error) or type(error).__name__}", "server_error"))

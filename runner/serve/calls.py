@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from executorch.examples.llm_server.python.tool_parsers import GemmaToolCallDetector
 from transformers.utils.chat_parsing.content_parsers import parse_content
 
+from eagle3.runner.text.checks import is_unicode
+
 Schemas = Mapping[str, dict[str, Any]]
 """The schema of the parameters of each function."""
 Found = tuple[list[tuple[Any, Any]], str]
@@ -48,7 +50,8 @@ def _object(arguments: object) -> str:
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict | None):
         raise ValueError("arguments that are no object")
-    return json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() or is_unicode(text) else json.dumps(arguments, allow_nan=False)
 
 
 def types_of(schema: object, root: dict[str, Any], seen: tuple[str, ...] = ()) -> set[str]:

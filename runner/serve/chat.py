@@ -18,28 +18,28 @@ from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogpr
 from openai.types.chat.chat_completion_message_tool_call import ChatCompletionMessageToolCall, Function
 from starlette.requests import Request
 
-from eagle3.runner.model import Model
+from eagle3.runner.contract import Metadata
 from eagle3.runner.options import Options
-from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.answer import Answer, Call, new_id, token_logprobs, usage
 from eagle3.runner.serve.dialogue import Turn
-from eagle3.runner.serve.engine import Delta, Job
 from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.jobs import Job
 from eagle3.runner.serve.limits import MOST_LOGPROBS
 from eagle3.runner.serve.markup import CONTENT, FIELDS, REASONING, Part
+from eagle3.runner.serve.protocol import Delta, TokenLogprobs
 from eagle3.runner.serve.requests import ChatBody, length
 from eagle3.runner.serve.service import Service
 from eagle3.runner.serve.template import Ending
-from eagle3.runner.text.text import TextStream
+from eagle3.runner.text.text import Text, TextStream
 
 
 class Authors:
     """The author of each token of one generation with ``options``: draft or target. A character of several tokens
     belongs to the last of them."""
 
-    def __init__(self, model: Model, options: dict[str, Any]):
+    def __init__(self, text: Text, metadata: Metadata, options: dict[str, Any]):
         asked = Options.of(**options)
-        self._stream = TextStream(model.text, (), asked.skip_special_tokens, asked.stop_ids(model.metadata))
+        self._stream = TextStream(text, (), asked.skip_special_tokens, asked.stop_ids(metadata))
         self._ends, self._drafted = [0], [False]  # for each token: the end of its text, and True if the draft wrote it
 
     def told(self, parts: Sequence[Part], delta: Delta | None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def asked(service: Service, body: ChatBody) -> Turn:
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
-    options = body.sampling(service.model)
+    options = body.sampling(service.metadata)
     if body.logprobs:
         count = body.top_logprobs or 0
         if not 0 <= count <= MOST_LOGPROBS:
@@ -112,7 +112,7 @@ def asked(service: Service, body: ChatBody) -> Turn:
         Ending(opens_turn, continues),
     )
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    turn.options["max_new_tokens"] = length(service.model, turn.prompt, getattr(body, name), name)
+    turn.options["max_new_tokens"] = length(service.metadata, turn.prompt, getattr(body, name), name)
     return turn
 
 
@@ -120,13 +120,13 @@ async def complete(service: Service, body: ChatBody, request: Request) -> ChatCo
     """Return the whole answer."""
     turn = await asyncio.to_thread(asked, service, body)
     choices = []
-    async with service.jobs(request, turn.prompt, turn.options, body.choices, turn.form) as jobs:
+    async with service.generations(request, turn.prompt, turn.options, body.choices, turn.form) as jobs:
         for index, job in enumerate(jobs):
             answer, logprobs = Answer(turn), list[TokenLogprobs]()
             async with aclosing(answer.read(job, service.dialogue)) as rounds:
                 async for _, delta in rounds:
                     logprobs += delta.logprobs if delta else []
-            told = token_logprobs(service.model, logprobs, turn.options) if body.logprobs else None
+            told = token_logprobs(service.text, service.metadata, logprobs, turn.options) if body.logprobs else None
             choices.append(_choice(index, answer, told))
     return ChatCompletion(
         id=new_id("chatcmpl"),
@@ -162,13 +162,12 @@ async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGen
     """Yield the answer as JSON chunks. ``Refused`` is raised before the first chunk."""
     turn = await asyncio.to_thread(asked, service, body)
     chunks = Chunks(service, body, turn)
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    async with service.jobs(request, turn.prompt, turn.options, body.choices, turn.form) as jobs:
+    async with service.generations(request, turn.prompt, turn.options, body.choices, turn.form) as jobs:
         for index, job in enumerate(jobs):
             async with aclosing(chunks.of(index, job)) as of_job:
                 async for chunk in of_job:
                     yield chunk.model_dump_json(exclude_unset=True)
-    if with_usage:
+    if body.with_usage:
         taken = usage([(len(turn.prompt), jobs)], service.reasoning_end(turn))
         yield chunks.chunk([], usage=taken).model_dump_json(exclude_unset=True)
 
@@ -191,12 +190,15 @@ class Chunks:
         )
 
     def _one(self, index: int, delta: dict[str, Any], **more: Any) -> ChatCompletionChunk:
-        return self.chunk([ChunkChoice(index=index, delta=ChoiceDelta(**delta), **({"finish_reason": None} | more))])
+        choice = ChunkChoice(index=index, delta=ChoiceDelta(**delta), **({"finish_reason": None} | more))
+        return self.chunk([choice], **({"usage": None} if self._body.with_usage else {}))
 
     async def of(self, index: int, job: Job) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Yield the chunks of one choice: the role, the text of each round, the end."""
         answer, forced = Answer(self._turn), self._turn.tools.forced
-        authors = Authors(self._service.model, self._turn.options) if self._body.return_speculation else None
+        service, authors = self._service, None
+        if self._body.return_speculation:
+            authors = Authors(service.text, service.metadata, self._turn.options)
         async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
             first = True
             async for parts, delta in rounds:
@@ -223,7 +225,7 @@ class Chunks:
             name = FIELDS[part.kind]
             fields[name] = fields.get(name, "") + part.text
         if self._body.logprobs and delta is not None and delta.logprobs:
-            content = token_logprobs(self._service.model, delta.logprobs, self._turn.options)
+            content = token_logprobs(self._service.text, self._service.metadata, delta.logprobs, self._turn.options)
             more["logprobs"] = ChunkLogprobs(content=content, refusal=None)
         if authors is not None and (parts or delta is not None):
             more["speculation"] = authors.told(parts, delta)

@@ -3,7 +3,9 @@
 import errno
 import importlib.util
 import json
+import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import click
 
 from eagle3.runner.artifact.opening import find_model
 from eagle3.runner.commands.flags import Size, chain_len_option, ngram_option
+from eagle3.runner.serve.process import ModelProcess, Settings
 from eagle3.runner.system.command import (
     OneLineFailures,
     cuda_graph_option,
@@ -19,7 +22,6 @@ from eagle3.runner.system.command import (
     tell,
     version_option,
 )
-from eagle3.runner.system.machine import leave_threads_to_xnnpack
 
 EPILOG = """
 \b
@@ -29,7 +31,7 @@ Examples:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Open a file."}], "stream": true}'
 """
-NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "httptools", "openai", "prometheus_client")
 HEADINGS = {"host": "Network and queue", "given": "Requests", "chain_len": "Running the artifact"}
 PARSERS = (
     "auto", "gemma", "glm", "gpt-oss", "hermes", "kimi", "kimi-k3", "lfm2", "llama", "mistral", "nemotron-2", "qwen",
@@ -69,6 +71,12 @@ def defaults(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...
     multiple=True,
     metavar="NAME",
     help="A host name that requests may use besides localhost and IP addresses; * allows any; repeatable.",
+)
+@click.option(
+    "--allowed-origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="An origin such as https://chat.example whose pages may send requests (CORS); repeatable.",
 )
 @click.option("--model-id", metavar="NAME", help="The model's name in requests. Default: the target's.")
 @click.option(
@@ -133,6 +141,7 @@ def main(
     host: str,
     port: int,
     allowed_hosts: tuple[str, ...],
+    allowed_origins: tuple[str, ...],
     model_id: str | None,
     api_key_file: Path | None,
     parallel: int,
@@ -164,19 +173,23 @@ def main(
     find_model(artifact)
     listening = bind(host, port)
 
-    leave_threads_to_xnnpack()  # before torch is imported
-
-    from eagle3.runner.serve.server import serve
-
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # only the model's process imports it
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # one says that torch is missing
+    common = {name: value for name, value in (("chain_len", chain_len), ("ngram", ngram)) if value is not None}
+    loading = {"runtime": runtime, "cuda_graph": cuda_graph, "packed_weights": packed_weights, "verify": verify}
+    verbose = click.get_current_context().meta.get("verbose", False)
+    process = ModelProcess(Settings(artifact, parallel, common, loading, verbose, sessions, sessions_size))
     if key is None and host not in ("127.0.0.1", "localhost", "::1"):
         tell(f"Anyone who reaches {host} may use this model: give --api-key-file to change that.")
     try:
+        from eagle3.runner.serve.server import serve  # takes a second, in which the model is loaded
+
         serve(
-            artifact, listening, model_id, key, parallel, max_queue, grace, given, tool_parser, chain_len, ngram,
-            hosts=("localhost", host, *allowed_hosts), sessions=sessions, sessions_size=sessions_size,
-            runtime=runtime, cuda_graph=cuda_graph, packed_weights=packed_weights, verify=verify,
+            process, artifact, listening, model_id, key, parallel, max_queue, grace, given, tool_parser,
+            ("localhost", host, *allowed_hosts), allowed_origins,
         )  # fmt: skip
     finally:
+        process.close()
         listening.close()
 
 

@@ -10,11 +10,10 @@ from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 from starlette.requests import Request
 
-from eagle3.runner.sampling.logprobs import TokenLogprobs
 from eagle3.runner.serve.answer import new_id, token_text, usage
-from eagle3.runner.serve.engine import Echo
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.limits import MOST_LOGPROBS
+from eagle3.runner.serve.protocol import Echo, TokenLogprobs
 from eagle3.runner.serve.requests import CompletionBody, check_length, length
 from eagle3.runner.serve.service import Service
 from eagle3.runner.text.text import TextStream
@@ -27,9 +26,9 @@ def prompts(service: Service, body: CompletionBody) -> list[list[int]]:
     found = []
     for each in given if several else [given]:
         if isinstance(each, str):
-            check_length(service.model, each)
+            check_length(service.text, service.metadata, each)
         try:
-            found.append(service.model.encode(each))
+            found.append(service.encode(each))
         except ValueError as error:
             raise Refused(str(error), "prompt") from None
     return found
@@ -38,7 +37,7 @@ def prompts(service: Service, body: CompletionBody) -> list[list[int]]:
 def options(service: Service, body: CompletionBody) -> dict[str, Any]:
     """Return the options of a generation without its length. Raises ``Refused``."""
     service.check_model(body.model)
-    found = body.sampling(service.model)
+    found = body.sampling(service.metadata)
     if body.best_of not in (None, body.choices):
         raise Refused(f"best_of is {body.best_of} and n {body.choices}: they must be the same", "best_of")
     if body.logprobs is not None:
@@ -51,10 +50,10 @@ def options(service: Service, body: CompletionBody) -> dict[str, Any]:
 def _length(service: Service, prompt: list[int], body: CompletionBody) -> int:
     """Return the most tokens to generate; OpenAI's default is 16. It is 1 for an echo without generation."""
     if body.echo and body.max_tokens == 0:
-        return length(service.model, prompt, 1, "max_tokens")
-    room = service.model.metadata.max_seq_len - len(prompt)
+        return length(service.metadata, prompt, 1, "max_tokens")
+    room = service.metadata.max_seq_len - len(prompt)
     wanted = min(16, max(room, 1)) if body.max_tokens is None else body.max_tokens
-    return length(service.model, prompt, wanted, "max_tokens")
+    return length(service.metadata, prompt, wanted, "max_tokens")
 
 
 async def answers(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[Completion, None]:
@@ -67,18 +66,18 @@ async def answers(service: Service, body: CompletionBody, request: Request) -> A
         "object": "text_completion",
         "created": int(time.time()),
         "model": service.model_id,
-    }
+    } | ({"usage": None} if body.with_usage else {})
     echo = Echo(body.logprobs, body.max_tokens == 0) if body.echo else Echo()
-    ends = () if body.echo else service.model.metadata.eos_ids
+    ends = () if body.echo else service.metadata.eos_ids
     async with AsyncExitStack() as stack:
         groups = [
-            await stack.enter_async_context(service.jobs(request, prompt, each, body.choices, echo=echo))
+            await stack.enter_async_context(service.generations(request, prompt, each, body.choices, echo=echo))
             for prompt, each in sized
         ]
         index = 0
         for (prompt, _), jobs in zip(sized, groups, strict=True):
             for job in jobs:
-                echoed = service.model.text.decode(prompt) if body.echo else ""
+                echoed = service.text.decode(prompt) if body.echo else ""
                 offset, waits = len(echoed), echo.logprobs is not None
                 async with aclosing(job.deltas()) as deltas:
                     async for delta in deltas:
@@ -89,12 +88,11 @@ async def answers(service: Service, body: CompletionBody, request: Request) -> A
                         yield Completion(choices=[_choice(index, echoed + delta.text, None, logprobs)], **made)
                         echoed, waits = "", False
                 logprobs = _echoed(service, prompt, job.prompt_logprobs) if waits else None  # nothing was generated
-                reason = "length" if job.result is not None and job.result.finish_reason == "length" else "stop"
+                reason = "length" if job.outcome is not None and job.outcome.finish_reason == "length" else "stop"
                 yield Completion(choices=[_choice(index, echoed, reason, logprobs)], **made)
                 index += 1
-    yield Completion(
-        choices=[], usage=usage([(len(prompt), jobs) for (prompt, _), jobs in zip(sized, groups, strict=True)]), **made
-    )
+    made["usage"] = usage([(len(prompt), jobs) for (prompt, _), jobs in zip(sized, groups, strict=True)])
+    yield Completion(choices=[], **made)
 
 
 def _choice(index: int, text: str, finish_reason: str | None, logprobs: Logprobs | None) -> CompletionChoice:
@@ -103,7 +101,7 @@ def _choice(index: int, text: str, finish_reason: str | None, logprobs: Logprobs
 
 def _logprobs(service: Service, given: list[TokenLogprobs], offset: int, ends: Collection[int]) -> tuple[Logprobs, int]:
     """Return tokens in OpenAI's format, without ``ends``, and the offset after them."""
-    text, tokens, logprobs, tops, offsets = service.model.text, [], [], [], []
+    text, tokens, logprobs, tops, offsets = service.text, [], [], [], []
     for each in given:
         if each.token_id in ends:
             continue
@@ -121,12 +119,12 @@ def _echoed(service: Service, prompt: list[int], given: list[TokenLogprobs]) -> 
     """Return a prompt in OpenAI's format. Its first token has null, since no token precedes it. Offsets are into the
     echoed text, which has no special tokens."""
     found, _ = _logprobs(service, given, 0, ())
-    decoder, offsets, offset = TextStream(service.model.text), list[int](), 0
+    decoder, offsets, offset = TextStream(service.text), list[int](), 0
     for token in prompt:
         offsets.append(offset)
         offset += len(decoder.push([token]))
     return Logprobs.construct(
-        tokens=[token_text(service.model.text, prompt[0]), *(found.tokens or ())],
+        tokens=[token_text(service.text, prompt[0]), *(found.tokens or ())],
         token_logprobs=[None, *(found.token_logprobs or ())],
         top_logprobs=[None, *(found.top_logprobs or ())],
         text_offset=offsets,
@@ -154,8 +152,7 @@ def _joined(one: Logprobs | None, other: Logprobs | None) -> Logprobs | None:
 
 async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[str, None]:
     """Yield the answer as JSON chunks."""
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
     async with aclosing(answers(service, body, request)) as chunks:
         async for chunk in chunks:
-            if chunk.choices or with_usage:
+            if chunk.choices or body.with_usage:
                 yield chunk.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null

@@ -11,9 +11,10 @@ from typing import Any
 from executorch.examples.llm_server.python.protocol import ChatMessage
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.runner.model import Model
+from eagle3.runner.contract import Metadata
 from eagle3.runner.serve.calls import DIALECTS, dialect_of
 from eagle3.runner.serve.errors import Refused, line
+from eagle3.runner.serve.limited import limited
 from eagle3.runner.serve.markup import ReasoningMarks, Splitter, reasoning_marks
 from eagle3.runner.serve.template import (
     OPENS_TURN,
@@ -27,7 +28,10 @@ from eagle3.runner.serve.template import (
     thought_fields,
 )
 from eagle3.runner.text.checks import shown
+from eagle3.runner.text.text import Text
 
+TEMPLATE_SECONDS = 3.0
+"""The seconds that a chat template has, since some are quadratic in the messages."""
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 TAKEN_BY_NAME = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
 """The names that rendering uses itself. A client's own template would be a program that runs on this server
@@ -105,9 +109,9 @@ class Turn:
 class Dialogue:
     """Renders conversations for one model, by its chat template."""
 
-    def __init__(self, model: Model, folder: Path, parser: str = AUTO):
+    def __init__(self, text: Text, metadata: Metadata, folder: Path, parser: str = AUTO):
         """``parser``: a name in DIALECTS, or AUTO for the one that the chat template calls for."""
-        self._model, self._added = model, set(model.text.tokenizer.get_vocab(with_added_tokens=True))
+        self._text, self._metadata, self._added = text, metadata, set(text.tokenizer.get_vocab(with_added_tokens=True))
         self._reason, self.unread = "", list[str]()
         try:
             self._template: Any = Template(str(folder))  # None if no template works; ``turn`` then raises
@@ -125,11 +129,11 @@ class Dialogue:
             self.unread.append("tool calls")
         self._tool_marks = DIALECTS[self.dialect].marks if self.dialect else ()
         shown_marks = "".join((*self._tool_marks, *(self._marks.shown if self._marks else ())))
-        specials = {*self._template.special_tokens(), *model.text.special}
+        specials = {*self._template.special_tokens(), *text.special}
         self._specials = tuple(sorted(each for each in specials if each not in shown_marks))
         ends = self._template.turn_stop_sequences()
-        tokens = [model.text.tokenizer.token_to_id(each) for each in ends if each not in shown_marks]
-        self._end_ids = [token for token in tokens if token is not None and token not in model.metadata.eos_ids]
+        tokens = [text.tokenizer.token_to_id(each) for each in ends if each not in shown_marks]
+        self._end_ids = [token for token in tokens if token is not None and token not in metadata.eos_ids]
 
     def turn(
         self,
@@ -201,14 +205,15 @@ class Dialogue:
         told = checked(messages, self._source)
         self._check_length("\n".join(text_of(message.content) for message in told))
         failed: Exception | None = None
-        for form in forms(told):
-            try:
-                rendered = self._template.render_to(ending, form, tools, kwargs)
-            except Exception as error:  # a template is a program and may raise anything
-                failed = failed or error
-                continue
-            if shows(rendered, form):
-                return rendered
+        with limited(TEMPLATE_SECONDS):
+            for form in forms(told):
+                try:
+                    rendered = self._template.render_to(ending, form, tools, kwargs)
+                except Exception as error:  # a template is a program and may raise anything
+                    failed = error  # the last form has the fewest parts that a template may not know
+                    continue
+                if shows(rendered, form):
+                    return rendered
         assert failed is not None
         reason = line(failed) or type(failed).__name__
         raise Refused(f"the chat template does not take these messages: {reason}", "messages") from None
@@ -216,10 +221,10 @@ class Dialogue:
     def _check_length(self, text: str) -> None:
         from eagle3.runner.serve.requests import check_length
 
-        check_length(self._model, text)
+        check_length(self._text, self._metadata, text)
 
     def _encode(self, rendered: str) -> list[int]:
-        return self._model.text.tokenizer.encode(rendered, add_special_tokens=False).ids
+        return self._text.tokenizer.encode(rendered, add_special_tokens=False).ids
 
 
 def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:
@@ -237,10 +242,11 @@ def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] 
         if not isinstance(parameters, dict):
             raise Refused(f"tools.{number}.function.parameters must be a JSON schema", "tools")
         schemas[function["name"]] = parameters
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, schemas = _allowed(choice.get("allowed_tools", choice), schemas)
     if isinstance(choice, dict):
-        named = choice.get("function", choice)
-        name = named.get("name") if isinstance(named, dict) else None
-        if not isinstance(name, str) or name not in schemas:
+        name = _name_of(choice)
+        if name not in schemas:
             raise Refused(f"tool_choice names {shown(name)}, which is none of the tools", "tool_choice")
         return Tools(name, schemas, parallel is not False)
     if choice not in (None, AUTO, NONE, REQUIRED):
@@ -248,6 +254,26 @@ def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] 
     if choice == REQUIRED and not schemas:
         raise Refused("tool_choice is required, and there are no tools", "tool_choice")
     return Tools((choice or AUTO) if schemas else NONE, schemas, parallel is not False)
+
+
+def _allowed(given: object, schemas: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the mode of OpenAI's ``allowed_tools``, and the schemas of its functions."""
+    mode = given.get("mode") if isinstance(given, dict) else None
+    tools = given.get("tools") if isinstance(given, dict) else None
+    names = [_name_of(tool) for tool in tools] if isinstance(tools, list) else []
+    if mode not in (AUTO, REQUIRED) or not names or not all(name in schemas for name in names):
+        raise Refused(
+            f"allowed_tools must have the mode auto or required and name some of the tools, found {shown(names)}",
+            "tool_choice",
+        )
+    return str(mode), {str(name): schemas[str(name)] for name in names}
+
+
+def _name_of(tool: object) -> str | None:
+    """Return the name of a function, which chat completions nest and responses do not."""
+    named = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = named.get("name") if isinstance(named, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def constraint(

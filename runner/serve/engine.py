@@ -1,302 +1,228 @@
-"""Generates on a thread of its own.
+"""Generates in a process of its own, which does nothing else.
 
-Requests wait in a queue; each has the caches of one model to itself, and the rounds of several models alternate. Only
-this thread runs the models' methods; threads that check requests read their metadata and their tokenizer. It reports
-everything to the event loop of the request.
+Jobs wait in a queue; each has the caches of one model to itself, and the rounds of several models alternate. Only the
+thread of ``run`` calls the models' methods. Grammars are compiled on another thread, without the interpreter's lock.
 """
 
-import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from eagle3.runner.kept import KeptDialogues
 from eagle3.runner.loop.cached_tokens import common_prefix
-from eagle3.runner.loop.generation import LENGTH
 from eagle3.runner.loop.statistics import GenerationStats
-from eagle3.runner.model import Model, Result, Stream
+from eagle3.runner.model import Model, Stream
 from eagle3.runner.options import Options
 from eagle3.runner.sampling.constrained import GrammarFailed
-from eagle3.runner.sampling.constraint import Constraint
-from eagle3.runner.sampling.logprobs import TokenLogprobs, token_logprobs
-from eagle3.runner.serve.errors import Busy, GenerationError, Refused, Unavailable, line
-from eagle3.runner.serve.grammars import GrammarCompiler
+from eagle3.runner.sampling.logprobs import TokenLogprobs as Known
+from eagle3.runner.sampling.logprobs import token_logprobs
+from eagle3.runner.serve.protocol import (
+    FAILED,
+    GRAMMAR,
+    LENGTH,
+    REFUSED,
+    Delta,
+    Echoed,
+    Ended,
+    Event,
+    Outcome,
+    Request,
+    Started,
+    TokenLogprobs,
+)
 
-if TYPE_CHECKING:
-    from eagle3.runner.model import Model
-
-
-@dataclass(frozen=True)
-class Delta:
-    """The tokens of one round of a request."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    """One entry per token of ``token_ids``; empty if the request does not ask for log-probabilities."""
-    proposed: int = 0
-    accepted: int = 0
-    """The round's counts, as ``Piece`` has them."""
-
-
-@dataclass
-class Times:
-    """The values of ``time.perf_counter`` at a request's steps, 0 for steps that were not reached."""
-
-    submitted: float
-    started: float = 0.0
-    first_token: float = 0.0
-    ended: float = 0.0
-
-
-@dataclass(frozen=True)
-class Echo:
-    """The echo of a prompt at the beginning of an answer.
-
-    ``logprobs``: the number of most likely tokens for each token of the prompt, None for no log-probabilities;
-    ``alone``: nothing is generated.
-    """
-
-    logprobs: int | None = None
-    alone: bool = False
+GRAMMAR_SECONDS = (0.5, 0.001)
+"""``Constraint.seconds``: the computing of masks may not keep the model from others."""
 
 
 @dataclass(eq=False)
-class Job:
-    """One requested generation. ``result`` is set when ``deltas`` has ended."""
+class Task:
+    """A job in this process. ``stream`` is made when the job arrives, and begins when it leaves the queue."""
 
-    prompt: list[int]
-    options: dict[str, Any]
-    loop: asyncio.AbstractEventLoop
-    times: Times
-    constraint: Constraint | None = None
-    """The grammar of its ``structured_outputs``, compiled."""
-    echo: Echo = field(default_factory=Echo)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One entry per token of the prompt but the first, complete before the first delta; empty unless ``echo`` asks for
-    them."""
-    events: asyncio.Queue = field(default_factory=asyncio.Queue)
-    result: Result | None = None
-    left: bool = False
-    """True if nobody waits for the job any more; it then ends within a round, or a chunk of its prompt."""
-
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield the delta of each round when it is computed. Raises GenerationError if the generation fails,
-        ``Refused`` if its grammar fails, ``Unavailable`` if the engine ends."""
-        while isinstance(event := await self.events.get(), Delta):
-            yield event
-        if isinstance(event, Unavailable):
-            raise event
-        if isinstance(event, GrammarFailed):
-            raise Refused(str(event), "structured_outputs") from event
-        if isinstance(event, Exception):
-            raise GenerationError(line(event) or type(event).__name__) from event
-
-    def tell(self, event: Delta | Exception | None) -> None:
-        """Pass an event from the engine's thread to the request's event loop; None is the end."""
-        with suppress(RuntimeError):  # the loop is closed, so nobody waits
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+    number: int
+    request: Request
+    stream: Stream
 
 
 @dataclass(eq=False)
 class Place:
-    """A model, and the job that currently uses its caches."""
+    """A model, and the task that currently uses its caches."""
 
     model: Model
-    job: Job | None = None
-    stream: Stream | None = None
-    scores: Generator[list[TokenLogprobs], None, None] | None = None
-    """The log-probabilities of the job's prompt, window by window; None if none are left to compute."""
+    task: Task | None = None
+    scores: Generator[list[Known], None, None] | None = None
+    """The log-probabilities of the task's prompt, window by window; None if none are left to compute."""
     used: float = 0.0
-    prepared: Job | None = None
-    """The job for which the kept dialogues have prepared the model."""
+    prepared: Task | None = None
+    """The task for which the kept dialogues have prepared the model."""
     given: int = 0
-    """The number of the prompt's tokens whose log-probabilities the job has."""
+    """The number of generated tokens whose log-probabilities were told."""
 
 
 class Engine:
-    """Runs jobs on a thread of its own. ``ended`` is called in that thread with every job that ended or was
-    abandoned."""
+    """Runs jobs until ``close``. ``tell`` is called, on any thread, with a job's number and an event."""
 
     def __init__(
         self,
         models: Sequence[Model],
-        most_waiting: int,
-        ended: Callable[[Job], None],
+        tell: Callable[[int, Event], None],
         common: dict[str, Any],
         kept: KeptDialogues | None = None,
     ):
         """``common`` are the options of every generation, ``kept`` the states of earlier dialogues."""
         self._kept = kept
-        self.model = models[0]
         self._places = [Place(model) for model in models]
-        self._most_waiting, self._ended, self._common = most_waiting, ended, common
-        self._waiting: deque[Job] = deque()
+        self._model, self._tell, self._common = models[0], tell, common
+        self._left: dict[int, bool] = {}  # for each job: True if nobody waits for it any more
+        self._waiting: deque[Task] = deque()
         self._changed, self._closing = threading.Condition(), False
-        self._seconds = 1.0  # the recent duration of a request
-        self._grammars = GrammarCompiler(self.model)
-        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+        self._compiling = ThreadPoolExecutor(1, "grammars")
         for model in models[1:]:  # all models share one tokenizer and one set of compiled grammars
-            model.__dict__["text"] = self.model.text
-        self._thread.start()
+            model.__dict__["text"] = models[0].text
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def running(self) -> int:
-        return sum(place.job is not None for place in self._places)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive() and not self._closing
-
-    async def submit(self, prompt: list[int], each: Sequence[dict[str, Any]], echo: Echo | None = None) -> list[Job]:
-        """Append a generation of ``prompt`` for each of these options to the queue.
-
-        Raises ValueError if the model does not accept a request, ``Busy`` if too many jobs wait, and ``Unavailable`` if
-        the engine has ended; nothing is then queued.
-        """
-        self.check_room(len(each))
-        loop, now = asyncio.get_running_loop(), time.perf_counter()
-        checked = await asyncio.to_thread(Options.of, **(self._common | each[0]))
-        asked = checked.structured_outputs
-        constraint = None if asked is None else await self._grammars.compile(asked)
-        await asyncio.to_thread(Stream, self.model, prompt, checked, constraint)
-        echo = echo or Echo()
-        jobs = [Job(prompt, self._common | options, loop, Times(now), constraint, echo) for options in each]
+    def take(self, number: int, request: Request | None) -> None:
+        """Queue a job, or cancel it, which ends it within a round or a chunk of its prompt. Any thread may call
+        this."""
         with self._changed:
-            self.check_room(len(each))
-            self._waiting += jobs
-            self._changed.notify()
-        return jobs
+            if request is not None or number in self._left:
+                self._left[number] = request is None
+        if request is None:
+            return
+        if "structured_outputs" in request.options:
+            self._compiling.submit(self._queue, number, request)
+        else:
+            self._queue(number, request)
 
-    def check_room(self, count: int) -> None:
-        """Raise ``Refused`` if so many generations never fit into the queue, ``Busy`` if they do not fit now, and
-        ``Unavailable`` if the engine has ended."""
-        if not self.alive:
-            raise Unavailable
-        most = self._most_waiting + len(self._places)
-        if count > most:
-            raise Refused(
-                f"{count} choices are asked for, but at most {most} can run and wait here: ask for fewer", "n"
-            )
-        if count > most - len(self._waiting) - self.running:
-            raise Busy(len(self._waiting), self._seconds * (1 + len(self._waiting)) / len(self._places))
+    def _queue(self, number: int, request: Request) -> None:
+        try:
+            options = Options.of(**(self._common | request.options))
+            task = Task(number, request, self._stream(self._model, request, options))
+        except Exception as error:  # an error ends only its own request
+            self._over(number, Ended(None, _told(error)))
+            return
+        with self._changed:
+            self._waiting.append(task)
+            self._changed.notify()
+
+    def _stream(self, model: Model, request: Request, options: Options) -> Stream:
+        if (constraint := self._model.constraint(options)) is not None:
+            constraint = replace(constraint, seconds=GRAMMAR_SECONDS)
+        return Stream(model, request.tokens, options, constraint)
+
+    def _over(self, number: int, event: Ended) -> None:
+        with self._changed:
+            del self._left[number]
+        self._tell(number, event)
 
     def close(self) -> None:
-        """End the engine; running and waiting jobs are abandoned."""
+        """End ``run`` within a round."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
-        self._grammars.close()
-        if self._kept is not None:
-            self._kept.close([place.model for place in self._places])
-            self._kept = None
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Generate until ``close``."""
         try:
-            self._generate()
-        finally:  # after ``close`` or an error of this class, so that nobody waits for ever
+            while True:
+                with self._changed:
+                    while not (self._waiting or self._closing or any(place.task for place in self._places)):
+                        self._changed.wait()
+                    if self._closing:
+                        return
+                    self._assign()
+                for place in self._places:
+                    if place.task is not None:
+                        self._round(place, place.task)
+        finally:
+            self._compiling.shutdown(wait=False, cancel_futures=True)
             for place in self._places:
-                if place.job is not None:
-                    self._end(place, place.job, Unavailable())
-            with self._changed:
-                self._closing = True
-                for job in self._waiting:
-                    job.tell(Unavailable())
-
-    def _generate(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._waiting or self.running or self._closing):
-                    self._changed.wait()
-                if self._closing:
-                    return
-                self._assign()
-            for place in self._places:
-                if place.job is not None:
-                    self._round(place, place.job)
+                if place.task is not None:
+                    self._end(place, place.task, None)
+            if self._kept is not None:
+                self._kept.close([place.model for place in self._places])
 
     def _assign(self) -> None:
         """Assign free models to the waiting jobs, in order. A job gets the free model whose caches hold most of its
         prompt, and of equal ones the model that has been idle longest."""
-        while self._waiting and (free := [place for place in self._places if place.job is None]):
-            job = self._waiting.popleft()
-            if job.left:
-                self._ended(job)
+        while self._waiting and (free := [place for place in self._places if place.task is None]):
+            task = self._waiting.popleft()
+            if self._left[task.number]:
+                self._over(task.number, Ended(None))
                 continue
-            place = max(free, key=lambda each: (common_prefix(job.prompt, each.model.cached.tokens), -each.used))
-            place.job, place.given, place.used = job, 0, time.perf_counter()
-            job.times.started = place.used
-            if job.echo.logprobs is not None:
-                place.scores = prompt_logprobs(place.model, job.prompt, job.echo.logprobs)
+            tokens = task.request.tokens
+            place = max(free, key=lambda each: (common_prefix(tokens, each.model.cached.tokens), -each.used))
+            self._begin(place, task)
 
-    def _round(self, place: Place, job: Job) -> None:
+    def _begin(self, place: Place, task: Task) -> None:
+        """Give a job the caches of a model. The beginning of its prompt that they hold is not computed again."""
+        place.task, place.given, place.used = task, 0, time.perf_counter()
+        if place.model is not self._model:
+            task.stream = self._stream(place.model, task.request, task.stream.result.options)
+        if task.request.echo.logprobs is not None:
+            place.scores = prompt_logprobs(place.model, task.request.tokens, task.request.echo.logprobs)
+        self._tell(task.number, Started())
+
+    def _round(self, place: Place, task: Task) -> None:
         """Compute one window of a job's prompt, generate one piece of its text, or end the job."""
         try:
-            if job.left:
-                self._end(place, job, None)
+            if self._left[task.number]:
+                self._end(place, task, None)
                 return
-            if self._kept is not None and place.prepared is not job:
-                place.prepared = job
-                prompt = job.prompt if place.scores is None else []  # log-probabilities are computed anew
-                self._kept.prepare(place.model, prompt, job.options.get("chain_len") != 0)
+            if self._kept is not None and place.prepared is not task:
+                place.prepared = task
+                prompt = task.request.tokens if place.scores is None else []  # log-probabilities are computed anew
+                drafts = (self._common | task.request.options).get("chain_len") != 0
+                self._kept.prepare(place.model, prompt, drafts)
             if place.scores is not None:
                 if (fresh := next(place.scores, None)) is None:
                     place.scores = None
                 else:
-                    job.prompt_logprobs += fresh
+                    self._tell(task.number, Echoed(_plain(fresh)))
                 return
-            if job.echo.alone:
-                options, stats = Options.of(**job.options), GenerationStats(prompt_tokens=len(job.prompt))
-                job.result = Result(job.prompt, [], "", LENGTH, None, options, stats)
-                self._end(place, job, None)
-                return
-            if place.stream is None:
-                place.stream = Stream(place.model, job.prompt, Options.of(**job.options), job.constraint)
-            piece = place.stream.advance()
+            piece = None if task.request.echo.alone else task.stream.advance()
             if piece is None:
-                self._end(place, job, None)
-                return
-            if not piece.token_ids and not piece.text:  # after a chunk of the prompt
-                return
-            if not job.times.first_token:
-                job.times.first_token = time.perf_counter()
-            logprobs: list[TokenLogprobs] = []
-            if job.options.get("logprobs") is not None:
-                place.given += len(piece.token_ids)
-                known = place.stream.result.logprobs or []
-                logprobs = known[place.given - len(piece.token_ids) : place.given]
-            job.tell(Delta(piece.text, piece.token_ids, logprobs, piece.proposed, piece.accepted))
+                self._end(place, task, None)
+            elif piece.token_ids or piece.text:  # neither after a chunk of the prompt
+                logprobs: list[TokenLogprobs] = []
+                if task.request.options.get("logprobs") is not None:
+                    place.given += len(piece.token_ids)
+                    known = task.stream.result.logprobs or []
+                    logprobs = _plain(known[place.given - len(piece.token_ids) : place.given])
+                told = Delta(piece.text, piece.token_ids, logprobs, piece.proposed, piece.accepted)
+                self._tell(task.number, told)
         except Exception as error:  # an error ends only its own request
-            self._end(place, job, error)
+            self._end(place, task, error)
 
-    def _end(self, place: Place, job: Job, error: Exception | None) -> None:
-        stream, scores = place.stream, place.scores
-        place.job = place.stream = place.scores = None
-        if scores is not None:
-            scores.close()
-        if stream is not None:
-            stream.close()
-            job.result = stream.result
-        job.times.ended = time.perf_counter()
-        self._seconds += (job.times.ended - job.times.started - self._seconds) / 8
-        try:
-            self._ended(job)
-        finally:
-            job.tell(error)
+    def _end(self, place: Place, task: Task, error: Exception | None) -> None:
+        if place.scores is not None:
+            place.scores.close()
+        task.stream.close()
+        place.task = place.scores = None
+        result = task.stream.result
+        outcome = Outcome(result.token_ids, result.finish_reason, result.stats)
+        if task.request.echo.alone and not self._left[task.number] and error is None:
+            outcome = Outcome([], LENGTH, GenerationStats(prompt_tokens=len(task.request.tokens)))
+        self._over(task.number, Ended(outcome, None if error is None else _told(error)))
 
 
-def prompt_logprobs(model: "Model", prompt: Sequence[int], count: int) -> Generator[list[TokenLogprobs], None, None]:
+def _told(error: Exception) -> tuple[str, str]:
+    kind = GRAMMAR if isinstance(error, GrammarFailed) else FAILED
+    if isinstance(error, ValueError | FileNotFoundError):
+        kind = REFUSED
+    return kind, " ".join(str(error).split()) or type(error).__name__
+
+
+def _plain(given: Sequence[Known]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(each.token_id, each.logprob, each.top) for each in given]
+
+
+def prompt_logprobs(model: Model, prompt: Sequence[int], count: int) -> Generator[list[Known], None, None]:
     """Yield, for one verify window at a time, the log-probability of each token of ``prompt`` but the first, given the
     tokens before it, and the ``count`` most likely tokens. ``prefill`` cannot be used, since it returns the logits of
     its last row only.

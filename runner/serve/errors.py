@@ -3,11 +3,12 @@
 The classes come from ExecuTorch's server; this file adds those that it lacks.
 """
 
+import json
 import math
 
 from executorch.examples.llm_server.python.errors import APIError, ContextLengthExceeded, GenerationError, ModelNotFound
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 __all__ = ["APIError", "Busy", "ContextLengthExceeded", "GenerationError", "ModelNotFound", "Refused", "Unavailable"]
 
@@ -35,10 +36,10 @@ class Busy(APIError):
 
 
 class Unavailable(APIError):
-    """Raised if the engine has ended: status 503."""
+    """Raised if there is no model's process: status 503."""
 
-    def __init__(self) -> None:
-        super().__init__(503, "the server is shutting down", "server_error")
+    def __init__(self, reason: str = "the server is shutting down"):
+        super().__init__(503, reason, "server_error")
 
 
 def line(message: object) -> str:
@@ -51,15 +52,15 @@ def body(error: APIError) -> dict:
     return {"error": error.body()["error"] | {"param": getattr(error, "param", None)}}
 
 
-def as_response(error: APIError) -> JSONResponse:
+def as_response(error: APIError) -> Response:
     headers = {}
     if isinstance(error, Busy):
         headers["Retry-After"] = str(error.seconds)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(body(error), error.status, headers)
+    return Response(json.dumps(body(error)), error.status, headers, "application/json")  # lone surrogates are escaped
 
 
-async def on_api_error(_request: Request, error: Exception) -> JSONResponse:
+async def on_api_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
     return as_response(error)

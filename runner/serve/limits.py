@@ -1,4 +1,4 @@
-"""Limits the size of a request before it is validated, rendered or tokenized.
+"""Limits what the values of a request cost, wherever they stand, before it is validated, rendered or tokenized.
 
 Limits that OpenAI publishes are used: 4 stop sequences, 128 tools, 128 choices, and for structured outputs 1,000 enum
 values and 120,000 characters, with 15,000 for one list of enum values. The bounds of ``logit_bias`` and
@@ -6,54 +6,116 @@ values and 120,000 characters, with 15,000 for one list of enum values. The boun
 """
 
 import json
-from typing import Any
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from eagle3.runner.serve.errors import ContextLengthExceeded, Refused
 from eagle3.runner.text.checks import check_unicode
 
 MOST_BODY = 4 << 20
 MOST_CHOICES, MOST_LOGPROBS = 128, 20
-MOST_ENTRIES = {"stop": 4, "stop_token_ids": 128, "logit_bias": 1024, "tools": 128}
+MOST_ENTRIES = {"stop": 4, "stop_token_ids": 128, "logit_bias": 1024, "tools": 128, "metadata": 16, "include": 16}
 MOST_STOP_CHARACTERS = 1000
 MOST_ENUM_VALUES = 1000
 MOST_STRING, MOST_CHARACTERS = 15_000, 120_000
 MOST_DEPTH, MOST_NODES = 64, 20_000
+MOST_DIGITS = 400
+"""The most characters of a number; a double in full has 309 before its point."""
+MOST_LEVELS = 100
 MOST_VALUES, MOST_VALUES_A_TOKEN = 1 << 16, 4
 """The most values of a body: a constant, plus a number per token of the context, since a prompt may be a list of
 ids."""
 
-SCHEMAS = ("response_format", "structured_outputs", "text", "tools")
-PROSE = frozenset(("description", "title", "$comment", "examples", "default"))
-"""Keys of a schema that do not affect the grammar."""
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+T = TypeVar("T")
 
 
-def check_values(given: bytes, context: int) -> None:
-    """Raise ``Refused`` for a body with too many commas and brackets, which bound its values. Parsing a million values
-    takes seconds in which no other thread runs."""
-    most = MOST_VALUES + MOST_VALUES_A_TOKEN * context
+def read_body(given: bytes, context: int) -> Any:  # noqa: ANN401 (JSON)
+    """Return the JSON of a body. Raises ``Refused`` or ContextLengthExceeded for one that is beyond a limit or no
+    Unicode text. ``context`` is the model's, in tokens; each message takes at least one."""
+    read = _json(given, "the body", MOST_VALUES + MOST_VALUES_A_TOKEN * context)
+    if isinstance(read, dict):
+        if SURROGATE.search(given):
+            _check_text(read)
+        for name, value in read.items():
+            _weigh(value, _shown(name))
+        _check_fields(read, context)
+    return read
+
+
+def _json(given: bytes, name: str, most: int) -> Any:  # noqa: ANN401
+    """Parse JSON whose numbers are limited. Raises ``Refused``.
+
+    Commas and brackets bound the values, and are counted first: parsing a million values takes seconds in which no
+    other thread runs.
+    """
     values = sum(map(given.count, (b",", b"[", b"{")))
     if values > most:
-        raise Refused(f"the body has {values:,} commas and brackets, but at most {most:,} are read", status=413)
+        raise Refused(f"{name} has {values:,} commas and brackets, but at most {most:,} are read", status=413)
+    try:
+        return json.loads(given, parse_int=_short(int), parse_float=_short(float), parse_constant=_no)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{name} is no JSON: {error}") from None
 
 
-def check_sizes(given: object, context: int) -> None:
-    """Raise ``Refused`` or ContextLengthExceeded for a parsed JSON body that is beyond a limit or not Unicode text.
-    ``context`` is the model's, in tokens; each message takes at least one."""
-    if not isinstance(given, dict):
-        return
-    _check_text(given)
+def _short(number: Callable[[str], T]) -> Callable[[str], T]:
+    def parsed(text: str) -> T:
+        if len(text) > MOST_DIGITS:
+            raise Refused(f"the body has a number of {len(text):,} characters, but at most {MOST_DIGITS} are read")
+        return number(text)
+
+    return parsed
+
+
+def _no(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= 60 else f"{name[:60]}..."
+
+
+def _weigh(given: object, field: str) -> None:
+    """Raise ``Refused`` for a value with too many levels or a name that is too long."""
+    level = [given]
+    for depth in range(MOST_LEVELS + 1):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+                if any(len(name) > MOST_STRING for name in value):
+                    raise Refused(f"{field} has a name of more than {MOST_STRING:,} characters", field)
+            elif isinstance(value, list):
+                inner += value
+        level = [value for value in inner if isinstance(value, dict | list)]
+        if not level:
+            return
+        _most(depth + 1, MOST_LEVELS, "{} levels", field)
+
+
+def _check_fields(given: dict[str, Any], context: int) -> None:
     for name, most in MOST_ENTRIES.items():
         _check_count(given.get(name), most, name)
     for name in ("messages", "input"):
         _check_count(given.get(name), context, name)
     stops = given.get("stop")
-    for stop in [stops] if isinstance(stops, str) else stops or []:
+    for stop in stops if isinstance(stops, list) else [stops]:
         if isinstance(stop, str) and len(stop) > MOST_STOP_CHARACTERS:
             raise Refused(f"stop has a string of {len(stop):,} characters, at most {MOST_STOP_CHARACTERS} work", "stop")
     _check_prompt(given.get("prompt"), context)
-    for name in SCHEMAS:
-        if isinstance(value := given.get(name), dict | list):
-            _check_schema(value, name)
+    for name in ("response_format", "structured_outputs", "text"):
+        _check_schema([given.get(name)], name)
+    tools = given.get("tools")
+    if isinstance(tools, list):  # what a tool says of itself is no part of a grammar
+        bare = [{name: each[name] for name in each if name != "description"} for each in map(_function, tools)]
+        _check_schema(bare, "tools")
+
+
+def _function(tool: object) -> dict[str, Any]:
+    """Return the part of a tool that describes its function: chat completions nest it, responses do not."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return function if isinstance(function, dict) else {}
 
 
 def _check_count(value: object, most: int, name: str) -> None:
@@ -63,12 +125,6 @@ def _check_count(value: object, most: int, name: str) -> None:
 
 def _check_text(given: dict[str, Any]) -> None:
     """Raise ``Refused``, with the place, if a body has a lone surrogate, which no tokenizer accepts."""
-    try:
-        json.dumps(given, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        pass
-    else:
-        return
     stack: list[tuple[str, Any]] = [("", given)]
     while stack:
         place, value = stack.pop()
@@ -79,7 +135,7 @@ def _check_text(given: dict[str, Any]) -> None:
                 raise Refused(str(error), place) from None
         elif isinstance(value, dict):
             stack += [(place or "a name", name) for name in value]
-            stack += [(f"{place}.{name}".lstrip("."), each) for name, each in value.items()]
+            stack += [(f"{place}.{_shown(name)}".lstrip("."), each) for name, each in value.items()]
         elif isinstance(value, list):
             stack += [(f"{place}.{number}", each) for number, each in enumerate(value)]
 
@@ -97,23 +153,23 @@ def _check_prompt(prompt: object, context: int) -> None:
             raise ContextLengthExceeded(len(each), context)
 
 
-def _check_schema(given: object, field: str) -> None:
-    """Raise ``Refused`` for a schema beyond a limit on depth, number of parts, enum values, longest string or total
-    characters."""
+def _check_schema(given: list[Any], field: str) -> None:
+    """Raise ``Refused`` for a schema or grammar beyond a limit on depth, number of parts, values to choose from,
+    longest string or total characters. Every name and value counts, whatever it is called: what is prose in one place
+    of a schema is a schema in another."""
     characters = nodes = values = 0
-    stack: list[tuple[Any, int, str]] = [(given, 0, "")]
+    stack: list[tuple[Any, int, str]] = [(given, -1, "")]
     while stack:
         value, depth, key = stack.pop()
         nodes += 1
+        if isinstance(value, str) and key == "json":  # the schema is JSON text
+            value = _json(value.encode(), field, MOST_NODES)
         if isinstance(value, str):
-            if key == "json":  # the schema is JSON text
-                value = _read(value)
-            else:
-                characters += len(value)
-                _most(len(value), MOST_STRING, "a string of {} characters", field)
-        if isinstance(value, dict):
+            characters += len(value)
+            _most(len(value), MOST_STRING, "a string of {} characters", field)
+        elif isinstance(value, dict):
             characters += sum(map(len, value))
-            stack += [(each, depth + 1, name) for name, each in value.items() if name not in PROSE or key == PROPERTIES]
+            stack += [(each, depth + 1, name) for name, each in value.items()]
         elif isinstance(value, list):
             if key in ("enum", "choice"):
                 values += len(value)
@@ -122,16 +178,6 @@ def _check_schema(given: object, field: str) -> None:
         _most(nodes, MOST_NODES, "{} parts", field)
         _most(values, MOST_ENUM_VALUES, "{} values to choose from", field)
         _most(characters, MOST_CHARACTERS, "{} characters", field)
-
-
-PROPERTIES = "properties"
-
-
-def _read(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None  # compiling reports the error
 
 
 def _most(found: int, most: int, what: str, field: str) -> None:

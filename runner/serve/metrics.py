@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from eagle3.runner.serve.engine import Job
+from eagle3.runner.serve.jobs import Job
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -64,12 +64,12 @@ class Metrics:
 
     def add(self, job: Job) -> None:
         """Count a job that ended."""
-        times, result = job.times, job.result
-        if result is None:  # nothing was computed for the job
+        times, outcome = job.times, job.outcome
+        if outcome is None:  # nothing was computed for the job
             self._success.labels(self._name, "abort").inc()
             return
-        stats = result.stats
-        self._success.labels(self._name, result.finish_reason).inc()
+        stats = outcome.stats
+        self._success.labels(self._name, outcome.finish_reason).inc()
         self._prompt.inc(stats.prompt_tokens)
         self._queries.inc(stats.prompt_tokens)
         self._hits.inc(stats.reused_prompt_tokens)

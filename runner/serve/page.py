@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
 
 FOLDER = Path(__file__).parent / "static"
@@ -17,15 +17,15 @@ FILES = {"/" if file.name == "index.html" else f"/{file.name}": file for file in
 """Maps each path to its file. The files contain no secret, so they need no key."""
 
 
-def add_page(app: FastAPI) -> None:
-    for path, file in FILES.items():
-        app.add_api_route(path, _sender(file), methods=["GET", "HEAD"])
+def pages() -> dict[str, Callable[[Request], Awaitable[Response]]]:
+    """Return the endpoint of each path."""
+    return {path: _sender(file) for path, file in FILES.items()}
 
 
-def _sender(file: Path) -> Callable[[], Awaitable[Response]]:
+def _sender(file: Path) -> Callable[[Request], Awaitable[Response]]:
     text = file.read_bytes()
 
-    async def send() -> Response:
+    async def send(_request: Request) -> Response:
         return Response(text, media_type=f"{TYPES[file.suffix]}; charset=utf-8", headers=HEADERS)
 
     return send

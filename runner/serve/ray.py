@@ -1,14 +1,17 @@
-"""Runs the server on Ray Serve: replicas of the same application, each with a model of its own.
+"""Runs the server on Ray Serve: one front, and replicas that have a model each.
 
     serve run eagle3.runner.serve.ray:app artifact=/models/out replicas=4 gpus=1
 
-A front end receives requests and asks a replica for each answer. Ray chooses the replica whose earlier prompts share
-the longest beginning with the request, unless other replicas have less to do. Ray starts the replicas and distributes
-the requests.
+The front asks a replica for each generation, by the messages that ``eagle3-serve`` sends to the model's process. Ray
+chooses the replica whose earlier prompts share the longest beginning with the request, unless other replicas have less
+to do. Ray starts the replicas and distributes the requests.
 """
 
+import asyncio
+import itertools
+import threading
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,14 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.routing import Mount
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.cli import read_key
-from eagle3.runner.serve.gate import Gate
-from eagle3.runner.serve.tunnel import Sent, answered
+from eagle3.runner.serve.protocol import FAILED, Ended, Event
+from eagle3.runner.serve.protocol import Request as Asked
+from eagle3.runner.serve.service import make_service
 from eagle3.runner.system.machine import leave_threads_to_xnnpack
 
 PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
@@ -63,53 +66,89 @@ class Settings(BaseModel):
 
 
 class Replica:
-    """A model and the application over it."""
+    """A model, which answers the messages of ``protocol.py``."""
 
     def __init__(self, settings: Settings):
         leave_threads_to_xnnpack()  # before torch is imported
 
-        from eagle3.runner.serve.app import build_app
-        from eagle3.runner.serve.server import opened
-        from eagle3.runner.system.command import tell
+        from eagle3.runner import load
+        from eagle3.runner.serve.engine import Engine
 
-        self._stack, given = ExitStack(), settings
-        opening = opened(
-            Path(given.artifact), given.model_id, given.parallel, given.max_queue, given.defaults, given.tool_parser,
-            given.chain_len, given.ngram,
-        )  # fmt: skip
-        service = self._stack.enter_context(opening)
-        self._stack.callback(service.engine.close)  # closes the engine before the models
-        self._engine, self._app = service.engine, build_app(service, None, tell)
+        self._models = [load(settings.artifact) for _ in range(settings.parallel)]
+        given = {"chain_len": settings.chain_len, "ngram": settings.ngram}
+        common = {name: each for name, each in given.items() if each is not None}
+        self._engine, self._numbers = Engine(self._models, self._tell, common), itertools.count()
+        self._events: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Event]]] = {}
+        self._thread = threading.Thread(target=self._engine.run, daemon=True)
+        self._thread.start()
 
-    async def answer(self, sent: Sent) -> AsyncGenerator[Message, None]:
-        async for message in answered(self._app, sent):
-            yield message
+    async def generate(self, request: Asked) -> AsyncGenerator[Event, None]:
+        """Yield the events of a job. It is cancelled if the caller stops early."""
+        number, events = next(self._numbers), asyncio.Queue[Event]()
+        self._events[number] = asyncio.get_running_loop(), events
+        self._engine.take(number, request)
+        try:
+            while True:
+                yield (event := await events.get())
+                if isinstance(event, Ended):
+                    return
+        finally:
+            self._engine.take(number, None)
+            del self._events[number]
+
+    def _tell(self, number: int, event: Event) -> None:
+        if (found := self._events.get(number)) is not None:
+            loop, events = found
+            loop.call_soon_threadsafe(events.put_nowait, event)
 
     def check_health(self) -> None:
         """Raise an error if the engine has ended, so that Ray restarts the replica."""
-        if not self._engine.alive:
+        if not self._thread.is_alive():
             raise RuntimeError("generation has ended")
 
     def __del__(self) -> None:
-        self._stack.close()
+        self._engine.close()
+        self._thread.join()
+        for model in self._models:
+            model.close()
 
 
 @serve.ingress()
 class Front:
-    """Receives requests that have the key, and asks a replica for each answer."""
+    """The application, which asks a replica for each generation."""
 
-    def __init__(self, replicas: DeploymentHandle, key: str | None):
-        self._replicas, self._key = replicas.options(stream=True), key
+    def __init__(self, replicas: DeploymentHandle, settings: Settings, key: str | None):
+        self._replicas, self._tasks = replicas.options(stream=True), dict[int, asyncio.Task[None]]()
+        artifact = open_artifact(Path(settings.artifact))
+        count = settings.replicas
+        self._service = make_service(
+            artifact.metadata, artifact.folder, self._send, settings.model_id, count * settings.parallel,
+            count * settings.max_queue, settings.defaults, settings.tool_parser,
+        )  # fmt: skip
+        self._key = key
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # the name that Ray calls
-        return Gate(Starlette(routes=[Mount("/", app=self.pass_on)]), self._key, lambda _line: None)
+        return build_app(self._service, self._key)
 
-    async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sent = Sent.of(scope, await Request(scope, receive).body())
-        # Ray's router reads the prompt from the first argument, and fails if that is empty.
-        asked = self._replicas.answer.remote(sent) if sent.prompt else self._replicas.answer.remote(sent=sent)
-        async for message in asked:
-            await send(message)
+    def _send(self, number: int, request: Asked | None) -> None:
+        if request is not None:
+            task = asyncio.get_running_loop().create_task(self._pass_on(number, request))
+            self._tasks[number] = task
+            task.add_done_callback(lambda _: self._tasks.pop(number))
+        elif number in self._tasks:
+            self._tasks[number].cancel()
+
+    async def _pass_on(self, number: int, request: Asked) -> None:
+        """Ray's router reads the prompt from the first argument, and fails if that is empty."""
+        hear, asked = self._service.jobs.hear, replace(request, prompt=self._service.text.decode(request.tokens))
+        generate, end = self._replicas.generate, Ended(None)
+        try:
+            async for event in generate.remote(asked) if asked.prompt else generate.remote(request=asked):
+                hear(number, event)
+        except Exception as error:
+            end = Ended(None, (FAILED, f"the replica failed: {type(error).__name__}"))
+        finally:
+            hear(number, end)  # no job is left if the replica ended it
 
 
 def app(settings: Settings) -> Application:
@@ -126,4 +165,4 @@ def app(settings: Settings) -> Application:
         request_router_config=RequestRouterConfig(**routing),
     )
     front = serve.deployment(Front).options(name="eagle3-front", max_ongoing_requests=MOST_AT_ONCE)
-    return front.bind(replicas.bind(settings), key)
+    return front.bind(replicas.bind(settings), settings, key)

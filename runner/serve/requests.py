@@ -9,18 +9,33 @@ from typing import Any, TypeVar
 from executorch.examples.llm_server.python.protocol import ChatCompletionRequest, StreamOptions
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from eagle3.runner.model import Model
+from eagle3.runner.contract import Metadata
 from eagle3.runner.serve.errors import ContextLengthExceeded, Refused
 from eagle3.runner.serve.limits import MOST_CHOICES
 from eagle3.runner.serve.template import Message
+from eagle3.runner.text.checks import shown
+from eagle3.runner.text.prompts import mixed_seed
+from eagle3.runner.text.text import Text
 
 IGNORED = frozenset(
     (
         "background", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
         "safety_identifier", "service_tier", "session_id", "store", "truncation", "user", "verbosity",
+        # vLLM and llama-server
+        "cache_prompt", "cache_salt", "id_slot", "include_reasoning", "n_keep", "priority", "reasoning_format",
+        "request_id", "return_progress", "timings_per_token",
     )
 )  # fmt: skip
-"""Fields of OpenAI that do not change the text here."""
+"""Fields of OpenAI, vLLM and llama-server that do not change the text here."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True, False), "allowed_token_ids": ([],), "bad_words": ([],), "documents": ([],),
+    "dry_multiplier": (0,), "dynatemp_range": (0,), "grammar": ("",), "include_stop_str_in_output": (False,),
+    "length_penalty": (1,), "lora": ([],), "mirostat": (0,), "n_predict": (-1,), "n_probs": (0,),
+    "repeat_penalty": (1,), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False), "tfs_z": (1,), "typical_p": (1,),
+    "use_beam_search": (False,), "xtc_probability": (0,),
+}  # fmt: skip
+"""Fields of vLLM and llama-server with the values that ask for nothing; others are refused."""
 REFUSED = {
     "audio": "this server returns only text",
     "modalities": "this server returns only text",
@@ -32,6 +47,8 @@ REFUSED = {
     "conversation": "this server keeps no conversations: give the whole input",
     "prompt_template": "this server keeps no prompts",
 }
+MOST_PLACE = 200
+"""The most characters of a field's name in an error."""
 Body = TypeVar("Body", bound="Asked")
 
 
@@ -43,6 +60,7 @@ class Asked(BaseModel):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    metadata: dict[str, str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -68,7 +86,12 @@ class Asked(BaseModel):
         """The number of requested generations."""
         return self.choices
 
-    def sampling(self, model: Model) -> dict[str, Any]:
+    @property
+    def with_usage(self) -> bool:
+        """True if a stream ends with its token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, metadata: Metadata) -> dict[str, Any]:
         """Return the options of a generation without its length. The default temperature is OpenAI's, 1, or 0 if the
         artifact has no logits."""
         if not 1 <= self.choices <= MOST_CHOICES:
@@ -79,7 +102,7 @@ class Asked(BaseModel):
             "structured_outputs",
         )  # fmt: skip
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if "temperature" not in options and model.metadata.has_logits:
+        if "temperature" not in options and metadata.has_logits:
             options["temperature"] = 1.0
         if options.get("top_k") == -1:  # in vLLM, -1 means all tokens
             del options["top_k"]
@@ -109,6 +132,22 @@ class ChatBody(Asked, ChatCompletionRequest):
     """A field of this server only: each chunk of a stream reports the proposed and accepted tokens (``authors.py``)."""
 
 
+class TokenizeBody(Asked):
+    """``POST /tokenize``, as vLLM has it: a text, or messages."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Asked):
+    """``POST /detokenize``"""
+
+    tokens: list[int]
+
+
 class CompletionBody(Asked):
     """``POST /v1/completions``"""
 
@@ -124,17 +163,26 @@ class CompletionBody(Asked):
         return self.choices * (len(self.prompt) if several else 1)
 
 
+class TextOptions(BaseModel):
+    format: dict[str, Any] | None = None
+
+
+class ReasoningOptions(BaseModel):
+    effort: str | None = None
+
+
 class ResponseBody(Asked):
     """``POST /v1/responses``"""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    text: dict[str, Any] | None = None
+    text: TextOptions | None = None
+    background: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -148,28 +196,37 @@ def parse(kind: type[Body], given: object, defaults: dict[str, Any]) -> Body:
     for name, reason in REFUSED.items():
         if given.get(name) not in (None, ["text"], "none") and name not in kind.model_fields:
             raise Refused(f"{name} is not supported: {reason}", name)
-    known = {name: value for name, value in given.items() if name not in IGNORED and name not in REFUSED}
+    for name in NEUTRAL.keys() & given.keys():
+        if given[name] is not None and given[name] not in NEUTRAL[name]:
+            raise Refused(f"{name} is {shown(given[name])}, which is not supported here: leave it out", name)
+    skipped = (IGNORED | REFUSED.keys() | NEUTRAL.keys()) - kind.model_fields.keys()
+    known = {name: value for name, value in given.items() if name not in skipped}
     own = {name: value for name, value in defaults.items() if name in kind.model_fields}
     if not given.get("tools"):
         own.pop("tool_choice", None)
     try:
         return kind.model_validate(own | {name: value for name, value in known.items() if value is not None})
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise Refused(f"{place} is no field of this request", place) from None
-        raise Refused(f"{place}: {first['msg']}, found {_found(first['input'])}", place) from None
+        raise invalid(error) from None
+
+
+def invalid(error: ValidationError, before: str = "", param: str | None = None) -> Refused:
+    """Return the refusal of a value that a type does not take."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(str(part) for part in first["loc"])[:MOST_PLACE]
+    if first["type"] == "extra_forbidden":
+        return Refused(f"{place} is no field of this request", place)
+    return Refused(f"{before}{place}: {first['msg']}, found {_found(first['input'])}", param or place)
 
 
 def _found(value: object) -> str:
     return type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]
 
 
-def length(model: Model, prompt: list[int], wanted: int | None, name: str) -> int:
+def length(metadata: Metadata, prompt: list[int], wanted: int | None, name: str) -> int:
     """Return the most tokens to generate: ``wanted``, or as many as the context holds. Raises ``Refused`` and
     ContextLengthExceeded, with both numbers."""
-    context = model.metadata.max_seq_len
+    context = metadata.max_seq_len
     if len(prompt) >= context:
         raise ContextLengthExceeded(len(prompt), context)
     if wanted is None:
@@ -181,10 +238,10 @@ def length(model: Model, prompt: list[int], wanted: int | None, name: str) -> in
     return wanted
 
 
-def check_length(model: Model, text: str) -> None:
+def check_length(text: Text, metadata: Metadata, given: str) -> None:
     """Refuse a text that cannot fit into the context, without tokenizing all of it."""
     try:
-        model.text.check_length(text, model.metadata.max_seq_len)
+        text.check_length(given, metadata.max_seq_len)
     except ValueError as error:
         raise Refused(str(error), code="context_length_exceeded") from None
 
@@ -194,6 +251,4 @@ def with_own_seeds(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
     one."""
     if "seed" not in options:
         return [options] * count
-    from eagle3.runner.text.prompts import mixed_seed
-
     return [options, *(options | {"seed": mixed_seed(options["seed"], index)} for index in range(1, count))]

@@ -37,17 +37,20 @@ from starlette.requests import Request
 
 from eagle3.runner.serve.answer import Answer, Call, new_id, usage
 from eagle3.runner.serve.dialogue import Turn
-from eagle3.runner.serve.engine import Job
 from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.jobs import Job
 from eagle3.runner.serve.markup import CONTENT, REASONING
-from eagle3.runner.serve.requests import ResponseBody, length
+from eagle3.runner.serve.requests import ResponseBody, invalid, length
 from eagle3.runner.serve.service import Service
 from eagle3.runner.serve.template import SYSTEM, THOUGHT, Message
 from eagle3.runner.text.checks import shown
 
-ENCRYPTED = "reasoning.encrypted_content"
-"""The entry of ``include`` that clients of stateless responses send. Reasoning items have their text here, so nothing
-is encrypted."""
+INCLUDED = (
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)  # fmt: skip
+"""The entries of ``include`` that add nothing here: reasoning items have their text, and there are no such calls."""
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -57,25 +60,27 @@ def asked(service: Service, body: ResponseBody) -> Turn:
     if body.top_logprobs:
         raise Refused("top_logprobs is not supported here: chat completions have it", "top_logprobs")
     for asked_for in body.include or ():
-        if asked_for != ENCRYPTED:
-            raise Refused(f"include is {shown(asked_for)}, but only {ENCRYPTED} is taken here", "include")
+        if asked_for not in INCLUDED:
+            raise Refused(f"include has {shown(asked_for)}, but only {', '.join(INCLUDED)} are taken here", "include")
+    if body.background:
+        raise Refused("background is not supported: this server keeps no responses, leave it out", "background")
     if body.choices != 1:
         raise Refused("n is not supported here: a response is one answer", "n")
     kwargs = dict(body.chat_template_kwargs or {})
-    if effort := (body.reasoning or {}).get("effort"):
+    if body.reasoning and (effort := body.reasoning.effort):
         kwargs.setdefault("reasoning_effort", effort)
         kwargs.setdefault("enable_thinking", effort != "none")
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or [])] or None
     turn = service.dialogue.turn(
         _messages(body),
-        body.sampling(service.model),
+        body.sampling(service.metadata),
         tools,
         body.tool_choice,
         body.parallel_tool_calls,
-        (body.text or {}).get("format"),
+        body.text.format if body.text else None,
         kwargs,
     )
-    turn.options["max_new_tokens"] = length(service.model, turn.prompt, body.max_output_tokens, "max_output_tokens")
+    turn.options["max_new_tokens"] = length(service.metadata, turn.prompt, body.max_output_tokens, "max_output_tokens")
     return turn
 
 
@@ -126,8 +131,7 @@ def _messages(body: ResponseBody) -> list[Message]:
     try:
         return [Message.model_validate(message) for message in messages]
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        raise Refused(f"input: {'.'.join(map(str, first['loc']))}: {first['msg']}", "input") from None
+        raise invalid(error, "input: ", "input") from None
 
 
 async def complete(service: Service, body: ResponseBody, request: Request) -> Response:
@@ -149,10 +153,14 @@ async def events(service: Service, body: ResponseBody, request: Request) -> Asyn
     """Yield OpenAI's events, the last of which has the whole response. ``Refused`` is raised before the first."""
     turn = await asyncio.to_thread(asked, service, body)
     form = "text" if turn.form == "response_format" else turn.form
-    async with service.jobs(request, turn.prompt, turn.options, 1, form) as jobs:
-        log = Events(service, body, turn)
-        yield log.event(ResponseCreatedEvent, "response.created", response=log.response("in_progress"))
-        yield log.event(ResponseInProgressEvent, "response.in_progress", response=log.response("in_progress"))
+    log = Events(service, body, turn)
+    try:
+        begun = log.response("in_progress")
+    except ValidationError as error:  # openai's types check what the client gave
+        raise invalid(error) from None
+    async with service.generations(request, turn.prompt, turn.options, 1, form) as jobs:
+        yield log.event(ResponseCreatedEvent, "response.created", response=begun)
+        yield log.event(ResponseInProgressEvent, "response.in_progress", response=begun)
         async with aclosing(log.of(jobs[0])) as made:
             async for event in made:
                 yield event
@@ -189,7 +197,9 @@ class Events:
             top_p=body.top_p if body.top_p is not None else 1.0,
             max_output_tokens=body.max_output_tokens,
             error=None,
-            metadata={},
+            metadata=body.metadata or {},
+            background=False,
+            store=False,
             **({"incomplete_details": None} | more),
         )
         return Response(**fields)

@@ -1,67 +1,93 @@
-"""Starts a server for an artifact, which runs until SIGTERM or SIGINT.
-
-It adds to uvicorn's server a time limit for headers, and a shutdown that tells clients of running requests.
-"""
+"""Runs the front until SIGTERM or SIGINT: uvicorn's server with limits of connections, a time limit for headers, and a
+shutdown that tells clients of running requests."""
 
 import asyncio
+import gc
+import resource
 import signal
 import socket
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from eagle3.runner import load
 from eagle3.runner.contract import MODEL_FILE
-from eagle3.runner.kept import KeptDialogues
-from eagle3.runner.loop.generation import check_request
 from eagle3.runner.serve.app import build_app
-from eagle3.runner.serve.dialogue import Dialogue
-from eagle3.runner.serve.engine import Engine
 from eagle3.runner.serve.errors import Refused
-from eagle3.runner.serve.metrics import Metrics
+from eagle3.runner.serve.process import ModelProcess
 from eagle3.runner.serve.requests import Asked, ChatBody, CompletionBody, ResponseBody, parse
-from eagle3.runner.serve.service import Service
+from eagle3.runner.serve.service import make_service
 from eagle3.runner.system.command import tell
 
 HEADER_SECONDS = 20.0
 """The seconds for the headers of a request, from the connection or the previous response."""
-
-
+MOST_HEADERS = 1 << 16
+"""The bytes of the headers of a request, beyond which the connection closes."""
+UNREAD_MILLISECONDS = 60_000
+"""The time after which a connection closes whose client reads nothing that was sent."""
+MOST_CONNECTIONS, SPARE_DESCRIPTORS = 4096, 64
 TELLING_SECONDS = 5
 """The seconds after the grace period in which the clients of running requests are told that the server ends."""
+QUIET_SECONDS = 60.0
+"""The seconds between two lines on failures of the event loop, such as too many open files."""
 
 
-class Protocol(H11Protocol):
-    """Closes a connection whose headers take longer than HEADER_SECONDS."""
+class Protocol(HttpToolsProtocol):
+    """Closes a connection whose headers take longer than HEADER_SECONDS, or have more than MOST_HEADERS bytes. If there
+    are more connections than uvicorn's ``limit_concurrency``, the one that has waited longest for headers closes."""
 
     _patience: asyncio.TimerHandle | None = None
+    _headers = 0
+    """The bytes since the beginning of the headers."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if hasattr(socket, "TCP_USER_TIMEOUT") and transport.get_extra_info("socket").family != socket.AF_UNIX:
+            transport.get_extra_info("socket").setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MILLISECONDS
+            )
         self._wait()
+        if len(self.connections) >= (self.limit_concurrency or MOST_CONNECTIONS):
+            idle = [each for each in self.connections if isinstance(each, Protocol) and each._patience is not None]
+            min(idle, key=lambda each: each._patience.when())._end()
+
+    def data_received(self, data: bytes) -> None:
+        if self._patience is not None:
+            self._headers += len(data)
+        super().data_received(data)
+        if self._patience is not None and self._headers > MOST_HEADERS:
+            self._end()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._wait()
+        if not self.pipeline:
+            self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
+        self._stop_waiting()
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
+        self._stop_waiting()
+        self._headers = 0
         self._patience = self.loop.call_later(HEADER_SECONDS, self._end)
 
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
     def _end(self) -> None:
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+        self._stop_waiting()
+        if not self.transport.is_closing():
             self.transport.close()
 
 
@@ -72,6 +98,10 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, grace: float, end: Callable[[], None]):
         super().__init__(config)
         self._grace, self._end = grace, end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(Failures())
+        await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self._end_later())
@@ -85,7 +115,22 @@ class Server(uvicorn.Server):
         await asyncio.to_thread(self._end)
 
 
+class Failures:
+    """Reports failures of the event loop in a line without values, and the same one only once in QUIET_SECONDS."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+
+    def __call__(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error, now = context.get("exception"), time.monotonic()
+        said = f"{context.get('message')}: {error.strerror if isinstance(error, OSError) else type(error).__name__}"
+        if now - self._told.get(said, -QUIET_SECONDS) >= QUIET_SECONDS:
+            self._told[said] = now
+            tell(said)
+
+
 def serve(
+    process: ModelProcess,
     artifact: Path,
     listening: socket.socket,
     model_id: str | None,
@@ -95,78 +140,27 @@ def serve(
     grace: int,
     defaults: dict[str, Any],
     tool_parser: str,
-    chain_len: int | str | None,
-    ngram: bool | None = None,
     hosts: Collection[str] = ("localhost",),
-    sessions: Path | None = None,
-    sessions_size: int = 0,
-    **loading: Any,
+    origins: Collection[str] = (),
 ) -> None:
-    """Load and serve until SIGTERM or SIGINT; running requests then have ``grace`` seconds. Raises the errors of
-    ``opened``."""
-    opening = opened(
-        artifact,
-        model_id,
-        parallel,
-        max_queue,
-        defaults,
-        tool_parser,
-        chain_len,
-        ngram,
-        sessions,
-        sessions_size,
-        **loading,
-    )
-    with opening as service:
-        host, port = listening.getsockname()[:2]
-        tell(f"{service.model_id} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-        run(service, key, listening, grace, hosts)
-
-
-@contextmanager
-def opened(
-    artifact: Path,
-    model_id: str | None,
-    parallel: int,
-    max_queue: int,
-    defaults: dict[str, Any],
-    tool_parser: str,
-    chain_len: int | str | None,
-    ngram: bool | None = None,
-    sessions: Path | None = None,
-    sessions_size: int = 0,
-    **loading: Any,
-) -> Iterator[Service]:
-    """Load an artifact ``parallel`` times for serving. ``sessions_size`` and ``sessions`` are those of
-    ``KeptDialogues``; 0 bytes keep nothing.
-
-    The engine must have ended before this context ends. Raises the errors of ``load``, FileNotFoundError for an
-    artifact without a tokenizer, and ValueError for invalid defaults.
-    """
+    """Serve until SIGTERM or SIGINT; running requests then have ``grace`` seconds. Raises ValueError for invalid
+    defaults, and the errors of ``ModelProcess.metadata`` and ``make_service``."""
     check_defaults(defaults)
-    with ExitStack() as stack:
-        models = [stack.enter_context(load(artifact, **loading)) for _ in range(parallel)]
-        folder = artifact.parent if artifact.name == MODEL_FILE else artifact
-        check_request(models[0].metadata, [0], 1, chain_len if isinstance(chain_len, int) else None)
-        if not models[0].has_text:
-            raise FileNotFoundError(f"{folder} has no tokenizer.json, which a server needs: copy or export it again")
-        name = model_id or str(models[0].metadata.manifest.get("target") or folder.name)
-        metrics = Metrics(name)
-        given = {"chain_len": chain_len, "ngram": ngram}
-        kept = None
-        if sessions_size and (sessions is not None or models[0].metadata.state_groups):
-            kept = KeptDialogues(sessions_size, tell, sessions)
-            kept.open(models[0])
-        common = {name: each for name, each in given.items() if each is not None}
-        engine = Engine(models, max_queue, metrics.add, common, kept)
-        metrics.watch(lambda: engine.running, lambda: engine.waiting)
-        dialogue = Dialogue(models[0], folder, tool_parser)
-        if dialogue.unread:
-            tell(
-                f"the {' and the '.join(dialogue.unread)} of this model's chat template are in a markup that this "
-                "server does not read: they are answered as text, with their marks"
-            )
-        yield Service(engine, dialogue, name, metrics, defaults)
+    metadata = process.metadata()
+    folder = artifact.parent if artifact.name == MODEL_FILE else artifact
+    service = make_service(metadata, folder, process.send, model_id, parallel, max_queue, defaults, tool_parser)
+    process.run(service.jobs.hear, service.jobs.lost, service.jobs.found)
+    host, port = listening.getsockname()[:2]
+    tell(f"{service.model_id} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+    server = server_of(build_app(service, key, tell, hosts, origins), grace, service.jobs.close)
+    gc.collect()
+    gc.freeze()  # what the libraries made is not searched for garbage again
+    handled = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:  # uvicorn has its own handlers while it runs, and raises the signal again at its end
+        asyncio.run(server.serve([listening]))
+    finally:
+        for each, handler in handled.items():
+            signal.signal(each, handler)
 
 
 def check_defaults(given: dict[str, Any]) -> None:
@@ -187,25 +181,15 @@ def check_defaults(given: dict[str, Any]) -> None:
             raise ValueError(f"--default {error}") from None
 
 
-def run(
-    service: Service, key: str | None, listening: socket.socket, grace: int, hosts: Collection[str] | None = None
-) -> None:
-    """Run uvicorn's loop to its end."""
-    app = build_app(service, key, tell, hosts)
-    server = server_of(app, grace, service.engine.close)
-    handled = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
-    try:  # uvicorn has its own handlers while it runs, and raises the signal again at its end
-        asyncio.run(server.serve([listening]))
-    finally:
-        for each, handler in handled.items():
-            signal.signal(each, handler)
-
-
-def server_of(app: ASGIApp, grace: int, end: Callable[[], None]) -> Server:
-    """Return a server of ``app``. ``end`` is called if requests still run ``grace`` seconds after the signal to end."""
+def server_of(app: ASGIApp, grace: float, end: Callable[[], None]) -> Server:
+    """Return a server of ``app``. ``end`` is called if requests still run ``grace`` seconds after the signal to end; if
+    even then a thread does not end, the process does."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     config = uvicorn.Config(
-        app, http=Protocol, log_config=None, access_log=False, server_header=False,
-        timeout_graceful_shutdown=grace + TELLING_SECONDS, lifespan="on",
+        app, http=Protocol, log_config=None, access_log=False, server_header=False, proxy_headers=False, ws="none",
+        limit_concurrency=min(MOST_CONNECTIONS, hard - SPARE_DESCRIPTORS), timeout_keep_alive=int(HEADER_SECONDS),
+        timeout_graceful_shutdown=int(grace) + TELLING_SECONDS, lifespan="on",
     )  # fmt: skip
     return Server(config, grace, end)
 

@@ -11,15 +11,16 @@ from contextlib import contextmanager
 import httpx
 import uvicorn
 
-from eagle3.runner.loop.generation import Generation
 from eagle3.runner.model import Model
 from eagle3.runner.serve.answer import Answer
 from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.dialogue import Dialogue
-from eagle3.runner.serve.engine import Delta, Engine, Job, Times
-from eagle3.runner.serve.metrics import Metrics
+from eagle3.runner.serve.engine import Engine
+from eagle3.runner.serve.jobs import Job, Times
+from eagle3.runner.serve.protocol import Delta, Outcome, Request
 from eagle3.runner.serve.server import server_of
-from eagle3.runner.serve.service import Service
+from eagle3.runner.serve.service import Service, make_service
+from eagle3.runner.text.text import Text
 from eagle3.targets import TARGETS
 
 JSON = {"Content-Type": "application/json"}
@@ -28,8 +29,8 @@ ASKED = [{"role": "user", "content": "Open a file and read its lines."}]
 
 
 class Served:
-    def __init__(self, service: Service, server: uvicorn.Server, url: str, lines: list[str]):
-        self.service, self.engine, self.url, self.lines = service, service.engine, url, lines
+    def __init__(self, model: Model, service: Service, server: uvicorn.Server, url: str, lines: list[str]):
+        self.model, self.service, self.jobs, self.url, self.lines = model, service, service.jobs, url, lines
         self.port, self._server, self._before = httpx.URL(url).port, server, dict[str, float]()
 
     def stop(self) -> None:
@@ -41,8 +42,8 @@ class Served:
 
     def renew(self) -> None:
         """Forget what the model has cached, the lines of the log and the counts so far."""
-        until(lambda: not self.engine.running and not self.engine.waiting)
-        self.service.model.forget()
+        until(lambda: not self.jobs.running and not self.jobs.waiting)
+        self.model.forget()
         self.lines.clear()
         self._before = self._metrics()
 
@@ -78,19 +79,17 @@ def dialogue_in(template: str, session, folder) -> Dialogue:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGETS["gemma4-tiny"].checkpoint / name, folder / name)
     (folder / "chat_template.jinja").write_text(template)
-    return Dialogue(Model(session.metadata, lambda: session, folder), folder)
+    return Dialogue(Text(folder), session.metadata, folder)
 
 
 def read(dialogue: Dialogue, turn, texts: list[str]) -> Answer:
     """Return the answer of a job whose rounds returned these texts."""
 
     async def whole() -> Answer:
-        job = Job(turn.prompt, {}, asyncio.get_running_loop(), Times(0.0))
+        job = Job(Request(turn.prompt, {}), asyncio.get_running_loop(), Times(0.0))
         for text in texts:
             job.events.put_nowait(Delta(text, [5], []))
-        stream = dialogue._model.stream([5])
-        stream._answer.end(Generation([5], "length", stream._answer.stats))
-        job.result = stream.result
+        job.outcome = Outcome([5], "length")
         job.events.put_nowait(None)
         answer = Answer(turn)
         async for _ in answer.read(job, dialogue):
@@ -105,35 +104,44 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def service_of(models: list[Model], folder, max_queue: int = 64, kept=None, **defaults) -> Service:
-    """Return a service whose requests are greedy by default."""
-    metrics = Metrics("tiny")
-    engine = Engine(models, max_queue, metrics.add, {}, kept)
-    metrics.watch(lambda: engine.running, lambda: engine.waiting)
-    return Service(engine, Dialogue(models[0], folder), "tiny", metrics, {"temperature": 0, **defaults})
-
-
 @contextmanager
-def serviced(models: list[Model], folder):
-    """Yield a service without a server."""
-    service = service_of(models, folder)
+def serviced(models: list[Model], folder, max_queue: int = 64, kept=None, **defaults):
+    """Yield a service whose engine runs on a thread of this process. Requests are greedy by default."""
+    engines: list[Engine] = []
+    service = make_service(
+        models[0].metadata, folder, lambda *given: engines[0].take(*given), "tiny", len(models), max_queue,
+        {"temperature": 0, **defaults},
+    )  # fmt: skip
+    engines.append(Engine(models, service.jobs.hear, {}, kept))
+    thread = threading.Thread(target=engines[0].run)
+    thread.start()
     try:
         yield service
     finally:
-        service.engine.close()
+        service.jobs.close()
+        engines[0].close()
+        thread.join()
 
 
 @contextmanager
 def served(
-    models: list[Model], folder, max_queue: int = 64, key: str | None = None, hosts=None, grace: int = 30, **defaults
+    models: list[Model],
+    folder,
+    max_queue: int = 64,
+    key: str | None = None,
+    hosts=None,
+    grace: float = 30,
+    origins=(),
+    **defaults,
 ):
-    service, lines = service_of(models, folder, max_queue, **defaults), []
+    lines: list[str] = []
     listening = socket.create_server(("127.0.0.1", 0))
-    server = server_of(build_app(service, key, lines.append, hosts), grace, service.engine.close)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
-    thread.start()
-    try:
-        yield Served(service, server, f"http://127.0.0.1:{listening.getsockname()[1]}/v1", lines)
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serviced(models, folder, max_queue, **defaults) as service:
+        server = server_of(build_app(service, key, lines.append, hosts, origins), grace, service.jobs.close)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
+        thread.start()
+        try:
+            yield Served(models[0], service, server, f"http://127.0.0.1:{listening.getsockname()[1]}/v1", lines)
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES, DATA = (PROJECT["tool"]["setuptools"][name] for name in ("packages", "package-data"))
 COMMANDS = [command.split(":") for command in PROJECT["project"]["scripts"].values()]
 PYTHON_FILES = [path for top in ("export", "runner", "targets") for path in sorted((ROOT / top).rglob("*.py"))]
-SLOW = {"torch", "transformers", "executorch", "numpy", "rich", "pydantic", "fastapi"}
+SLOW = {"torch", "transformers", "executorch", "numpy", "rich", "pydantic", "starlette"}
 
 
 def test_every_folder_with_python_files_is_a_listed_package():

@@ -5,11 +5,10 @@ import { Lexer } from "./marked.esm.js";
 
 const LINK = /^(https?|mailto):/i;
 const ENTITY = /(&(?:#\d{1,7}|#x[\da-f]{1,6}|[a-z]\w{1,30});)/i;
-// Signs that occur only in Markdown: a fence, a heading of two # or more, bold, a table, a link. Bullets, a single #
-// and back quotes also occur in programs, which must be shown unchanged.
+// Signs that occur only in Markdown: a fence, bold, a table, a link. Bullets, lines that begin with # and back quotes
+// also occur in programs, which must be shown unchanged.
 const SIGNS = [
   /^ {0,3}(```|~~~)/m,
-  /^#{2,6} \S/m,
   /(^|[\s(])\*\*[^\s*]([^*\n]*[^\s*])?\*\*/m,
   /^\|?\s*:?-{3,}:?\s*\|/m,
   /\]\(https?:/,

@@ -4,6 +4,7 @@ import { made } from "./markdown.js";
 import { Reply } from "./reply.js";
 
 const DIALOGUE = `eagle3-serve-dialogue ${location.pathname}`;
+const THEME = "eagle3-serve-theme";
 const at = (id) => document.getElementById(id);
 const turns = []; // for each question: its text and element, its reply, and `asked`, true while the reply is generated
 let leaving = null; // aborts the answer that is being generated
@@ -191,7 +192,7 @@ function save() {
 
 function restore() {
   const { options = {}, turns: kept = [] } = JSON.parse(sessionStorage.getItem(DIALOGUE) ?? "{}");
-  for (const [id, value] of Object.entries(options)) at(id).value = value;
+  for (const [id, value] of Object.entries(options)) if (at(id)) at(id).value = value;
   for (const { text, reply } of kept) {
     if (reply.reason === "left" && !reply.text) {
       at("words").value = text;
@@ -258,8 +259,19 @@ at("colours").addEventListener("change", (event) => at("turns").classList.toggle
 at("theme").addEventListener("click", () => {
   const dark = getComputedStyle(document.documentElement).colorScheme === "dark" ||
     (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
-  document.documentElement.dataset.theme = dark ? "light" : "dark";
+  localStorage.setItem(THEME, (document.documentElement.dataset.theme = dark ? "light" : "dark"));
 });
-restore();
+// The options are hidden when a message is sent, and a browser says nothing of a hidden field.
+at("options").addEventListener("invalid", ({ target }) => {
+  at("options").showPopover();
+  const name = target.closest("label").firstChild.textContent.trim();
+  tell(new Problem(`${name} ${target.value} is not taken: ${target.validationMessage}`));
+}, true);
+if (localStorage.getItem(THEME)) document.documentElement.dataset.theme = localStorage.getItem(THEME);
+try {
+  restore();
+} catch {
+  clear(); // what another version of this page stored
+}
 beginFollowing(document.querySelector("main"), at("composer"));
 begin();

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
+from served import serviced
 
 from eagle3.runner import load
 from eagle3.runner.model import Model
-from eagle3.runner.serve.engine import Engine
 
 LONG = [(7 * index) % 900 + 5 for index in range(900)]
 
@@ -30,24 +30,19 @@ def test_a_stream_can_stop_between_the_chunks_of_its_prompt(model):
     assert all(piece.token_ids or piece.text for piece in model.stream(LONG, max_new_tokens=20))
 
 
-def test_a_client_that_disconnects_during_a_long_prompt_frees_the_model(model, monkeypatch):
+def test_a_client_that_disconnects_during_a_long_prompt_frees_the_model(model, artifact, monkeypatch):
     session, calls = model.session, []
     prefill = session.prefill
 
     async def left() -> int:
-        engine = Engine([model], 4, lambda job: None, {})
-        try:
-            monkeypatch.setattr(session, "prefill", lambda *given: calls.append(1) or leave() or prefill(*given))
-            [job] = await engine.submit(LONG, [{"max_new_tokens": 9}])
-
-            def leave() -> None:
-                job.left = True
-
+        with serviced([model], artifact) as service:
+            monkeypatch.setattr(
+                session, "prefill", lambda *given: calls.append(1) or service.jobs.leave(job) or prefill(*given)
+            )
+            [job] = await service.jobs.submit(LONG, [{"max_new_tokens": 9}])
             async for _ in job.deltas():
                 pass
-            return len(job.result.token_ids)
-        finally:
-            await asyncio.to_thread(engine.close)
+            return len(job.outcome.token_ids)
 
     assert asyncio.run(left()) == 0
     assert 1 <= len(calls) <= 2  # the prompt has fifteen chunks
@@ -70,18 +65,16 @@ def test_another_request_is_served_between_the_chunks_of_a_long_prompt(artifact)
         noted(other.session, "prefill")
 
         async def both() -> list[str]:
-            engine = Engine([one, other], 4, lambda job: None, {})
-            try:
-                [first] = await engine.submit(one.encode("def main("), [{"max_new_tokens": 200, "ignore_eos": True}])
+            with serviced([one, other], artifact) as service:
+                given = {"max_new_tokens": 200, "ignore_eos": True}
+                [first] = await service.jobs.submit(one.encode("def main("), [given])
                 events = first.deltas()
                 await anext(events)
-                [second] = await engine.submit(LONG, [{"max_new_tokens": 2}])
+                [second] = await service.jobs.submit(LONG, [{"max_new_tokens": 2}])
                 async for _ in events:
                     order.append("round")
                 async for _ in second.deltas():
                     pass
-            finally:
-                await asyncio.to_thread(engine.close)
 
         asyncio.run(both())
     between = "".join("p" if each == "prefill" else "r" for each in order[1:])

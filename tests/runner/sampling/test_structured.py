@@ -18,7 +18,7 @@ from eagle3.runner.loop.choice import Greedy
 from eagle3.runner.loop.generation import complete
 from eagle3.runner.model import Model
 from eagle3.runner.options import Options
-from eagle3.runner.sampling.constrained import Constrained, Guide
+from eagle3.runner.sampling.constrained import Constrained, GrammarFailed, Guide
 from eagle3.runner.sampling.constraint import SEPARATORS, Grammars
 from eagle3.runner.sampling.sampler import Sampler
 from eagle3.runner.text.checks import shown
@@ -183,6 +183,41 @@ def test_tokens_forced_by_a_grammar_take_no_draft_step(model):
     model.forget()
     fresh = model.generate(said.text + "\n", max_new_tokens=20)
     assert again.token_ids == fresh.token_ids
+
+
+class Counting:
+    """A matcher that counts the computations of forced text."""
+
+    def __init__(self, matcher):
+        self._matcher, self.computed = matcher, 0
+
+    def __getattr__(self, name):
+        return getattr(self._matcher, name)
+
+    def compute_ff_tokens(self):
+        self.computed += 1
+        return self._matcher.compute_ff_tokens()
+
+
+def test_a_forced_text_is_computed_once_however_often_it_is_asked_for(grammars):
+    """llguidance computes all of a forced text at each call, which takes 0.1 s for 14,000 characters."""
+    guide = Guide(grammars.compile({"choice": ["return " * 200]}))
+    guide._matcher = counting = Counting(guide._matcher)
+    whole = guide.forced(10_000)
+    for place in range(0, 60, 3):
+        ahead = whole[place : place + 3]
+        assert guide.forced(3) == ahead and guide.allowed().nonzero()[0].tolist() == ahead[:1]
+        with guide.ahead(ahead) as reached:
+            assert reached and guide.forced(1) == [whole[place + 3]] and not guide.allows(ahead[0] + 1)
+        assert all(guide.take(token) for token in ahead)
+    assert counting.computed == 1
+
+
+def test_a_grammar_has_a_limited_time(grammars):
+    constraint = grammars.compile({"regex": "[a-z]+"})
+    with pytest.raises(GrammarFailed, match="s of processor time for 0 tokens, but 0 s and 1 ms a token are the limit"):
+        Guide(replace(constraint, seconds=(0.0, 0.001))).allowed()
+    assert Guide(replace(constraint, seconds=(9.0, 0.0))).allowed().any()
 
 
 def test_forced_proposals_leave_the_drafts_slots_correct(grammars):

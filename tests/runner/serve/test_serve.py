@@ -168,7 +168,7 @@ def test_a_stop_string_ends_an_answer_before_its_tool_call(server, stop):
     turn.options["structured_outputs"] = {"choice": [text]}
 
     async def answer() -> Answer:
-        [job] = await server.engine.submit(turn.prompt, [turn.options])
+        [job] = await server.jobs.submit(turn.prompt, [turn.options])
         found = Answer(turn)
         async for _ in found.read(job, dialogue):
             pass

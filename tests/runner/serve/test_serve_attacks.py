@@ -15,7 +15,7 @@ from served import ASKED, JSON, LONG, begun, served, until
 
 from eagle3.runner.model import Model
 from eagle3.runner.sampling import constraint
-from eagle3.runner.serve import app
+from eagle3.runner.serve import app, limits
 from eagle3.runner.serve import server as server_module
 from eagle3.runner.serve.errors import LONGEST
 
@@ -103,14 +103,19 @@ def test_attacks_are_refused_in_one_line_within_seconds_and_others_are_served(se
 
 @pytest.mark.parametrize("given", [b"[]," * 1_300_000 + b"[]", b'"x":1,' * 150_000 + b'"x":1', b"{}," * 80_000 + b"{}"])
 def test_a_body_with_too_many_values_is_refused_before_parsing(server, given, monkeypatch):
-    loads = json.loads
-    monkeypatch.setattr(app.json, "loads", lambda text: pytest.fail("parsed") if len(text) > 200_000 else loads(text))
+    loads = limits.json.loads
+
+    def read(text, **more):
+        assert len(text) < 200_000, "parsed"
+        return loads(text, **more)
+
+    monkeypatch.setattr(limits.json, "loads", read)
     answer = httpx.post(f"{server.url}/completions", content=b'{"prompt": [' + given + b"]}", headers=JSON, timeout=60)
     assert answer.status_code == 413 and "commas and brackets" in answer.json()["error"]["message"]
 
 
 def test_a_million_prompts_are_refused_before_tokenizing(server, monkeypatch):
-    monkeypatch.setattr(server.service.model, "encode", None)
+    monkeypatch.setattr(server.service.text, "encode", None)
     given = {"prompt": ["x"] * 1_000_000, "max_tokens": 1}
     with others(server, answers=False) as waits:
         answer = httpx.post(f"{server.url}/completions", json=given, timeout=60)
@@ -233,7 +238,7 @@ def test_after_the_grace_period_waiting_and_streaming_clients_get_an_error(sessi
         _client, lines = begun(server, LONG)
         held.clear()
         waiting = pool.submit(server.post, "/completions", LONG)
-        until(lambda: server.engine.waiting)
+        until(lambda: server.jobs.waiting)
         server.stop()
         time.sleep(0.5)
         held.set()

@@ -1,7 +1,6 @@
 """A model's own markup becomes reasoning, content and tool calls, however the text is cut into rounds."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from executorch.examples.llm_server.python.protocol import ChatMessage
@@ -14,10 +13,13 @@ from eagle3.runner.serve.answer import usage
 from eagle3.runner.serve.calls import DIALECTS
 from eagle3.runner.serve.chat import asked
 from eagle3.runner.serve.dialogue import Dialogue
-from eagle3.runner.serve.engine import Job, Times
 from eagle3.runner.serve.errors import Refused
+from eagle3.runner.serve.jobs import Job, Times
 from eagle3.runner.serve.markup import CHANNEL, CONTENT, HARMONY, REASONING, THINK, TOOLS, Splitter
+from eagle3.runner.serve.protocol import Outcome
+from eagle3.runner.serve.protocol import Request as Asked
 from eagle3.runner.serve.requests import ChatBody, parse
+from eagle3.runner.text.text import Text
 
 HERMES = DIALECTS["hermes"].marks
 CALL = '<tool_call>\n{"name": "seek", "arguments": {"offset": 3}}\n</tool_call>'
@@ -98,7 +100,7 @@ def test_tools_are_in_the_prompt_unless_tool_choice_is_none(with_template):
     dialogue = with_template("{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHAT)
     for choice, shown in ((None, True), ("auto", True), ("required", True), ("none", False)):
         prompt = dialogue.turn(ASKED, {}, [TOOL], choice).prompt
-        assert dialogue._model.text.decode(prompt).startswith("seek") == shown
+        assert dialogue._text.decode(prompt).startswith("seek") == shown
 
 
 def test_text_that_cannot_become_a_mark_is_not_held_back():
@@ -126,8 +128,8 @@ def test_the_templates_end_token_ends_an_answer(session, tmp_path):
     assert "stop_token_ids" not in end.turn(ASKED, {}).options
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<pad>"}))
-    model = Model(session.metadata, lambda: session, tmp_path)
-    dialogue, pad = Dialogue(model, tmp_path), model.text.tokenizer.token_to_id("<pad>")
+    text = Text(tmp_path)
+    dialogue, pad = Dialogue(text, session.metadata, tmp_path), text.tokenizer.token_to_id("<pad>")
     assert pad not in session.metadata.eos_ids
     assert dialogue.turn(ASKED, {}).options["stop_token_ids"] == [pad]
     assert dialogue.turn(ASKED, {"stop_token_ids": [7]}).options["stop_token_ids"] == [7, pad]
@@ -137,7 +139,7 @@ def test_the_templates_end_token_ends_an_answer(session, tmp_path):
 def thinking(session, tmp_path_factory):
     """A service whose template knows reasoning, and whose tokenizer has its marks as tokens."""
     folder = tmp_path_factory.mktemp("thinking")
-    tokenizer = dialogue_in(THINKS, session, folder)._model.text.tokenizer
+    tokenizer = dialogue_in(THINKS, session, folder)._text.tokenizer
     tokenizer.add_special_tokens(["<think>", "</think>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     with serviced([Model(session.metadata, lambda: session, folder)], folder) as service:
@@ -159,7 +161,7 @@ def test_reasoning_before_constrained_text_is_not_constrained(thinking):
 def test_reasoning_options_of_a_request_reach_the_template(thinking):
     def prompt(**given) -> str:
         body = parse(ChatBody, {"messages": [{"role": "user", "content": "x"}], **given}, {})
-        return thinking.model.text.decode(asked(thinking, body).prompt, False)
+        return thinking.text.decode(asked(thinking, body).prompt, False)
 
     closed = "<think>\n\n</think>"
     assert prompt(reasoning_effort="none").endswith(closed) and "<think>" not in prompt(reasoning_effort="high")
@@ -169,9 +171,8 @@ def test_reasoning_options_of_a_request_reach_the_template(thinking):
     assert prompt(**given).endswith(closed)  # an explicit option overrides a derived one
 
 
-def test_reasoning_is_counted_up_to_the_token_that_ends_it(session, artifact):
-    result = Model(session.metadata, lambda: session, artifact).generate([5, 6], max_new_tokens=6)
-    job = Job([5, 6], {}, None, Times(0.0), result=replace(result, token_ids=[8, 9, 4, 8]))
+def test_reasoning_is_counted_up_to_the_token_that_ends_it():
+    job = Job(Asked([5, 6], {}), None, Times(0.0), outcome=Outcome([8, 9, 4, 8], "stop"))
     for end, count in ((4, 3), (8, 1), (7, 0), (None, 0)):
         assert usage([(2, [job])], end).completion_tokens_details.reasoning_tokens == count
 

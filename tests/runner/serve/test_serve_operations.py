@@ -14,7 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
 import click
 import httpx
@@ -24,13 +24,10 @@ from served import JSON, LONG, begun, served, until
 
 from eagle3.runner import load
 from eagle3.runner.model import Model
-from eagle3.runner.serve.app import build_app
 from eagle3.runner.serve.cli import bind, main
-from eagle3.runner.serve.engine import Engine
 from eagle3.runner.serve.errors import Unavailable
 from eagle3.runner.serve.gate import Gate
 from eagle3.runner.serve.limits import MOST_BODY
-from eagle3.runner.serve.tunnel import Sent, answered
 
 SHORT = {"prompt": "class A", "max_tokens": 8}
 
@@ -52,7 +49,7 @@ def test_clients_at_once_get_their_own_answers_in_the_order_of_arrival(server, s
         for place, prompt in enumerate(prompts):
             asked.append(pool.submit(server.post, "/completions", {"prompt": prompt, "max_tokens": 40 - place}))
             asked[-1].add_done_callback(lambda _, place=place: order.append(place))
-            until(lambda: server.engine.waiting == len(asked))
+            until(lambda: server.jobs.waiting == len(asked))
         assert server.metric("vllm:num_requests_waiting") == 6 and server.metric("vllm:num_requests_running") == 1
         client.close()
         held.set()
@@ -66,7 +63,7 @@ def test_a_full_queue_answers_429(model, artifact, held):
         held.clear()
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(server.post, "/completions", SHORT)
-            until(lambda: server.engine.waiting == 1)
+            until(lambda: server.jobs.waiting == 1)
             answer = server.post("/completions", SHORT)
             assert answer.status_code == 429 and int(answer.headers["Retry-After"]) >= 1
             assert answer.json()["error"]["code"] == "queue_full"
@@ -84,9 +81,9 @@ def test_a_client_that_disconnects_frees_the_model_within_a_round_and_logs_one_l
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with caplog.at_level(logging.ERROR), socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(f"{head}\r\n\r\n".encode() + body)
-        until(lambda: server.engine.running == 1)
+        until(lambda: server.jobs.running == 1)
         time.sleep(0.05)
-    until(lambda: server.engine.running == 0, 1.0)
+    until(lambda: server.jobs.running == 0, 1.0)
     until(lambda: server.metric('vllm:request_success_total{finished_reason="abort"') == 1)
     status = " 200 " if stream else " 499 "
     until(lambda: any(status in line for line in server.lines))
@@ -101,7 +98,7 @@ def test_a_client_that_disconnects_leaves_the_queue(server, held):
         httpx.post(f"{server.url}/completions", json=SHORT, timeout=0.3)
     client.close()
     held.set()
-    until(lambda: server.engine.running == server.engine.waiting == 0)
+    until(lambda: server.jobs.running == server.jobs.waiting == 0)
     assert server.metric("vllm:generation_tokens_total") < 900
     assert server.metric("vllm:request_success_total") == 2  # nothing was generated for it
     assert server.metric('vllm:request_success_total{finished_reason="length"') == 0
@@ -212,7 +209,7 @@ def test_the_time_to_the_first_token_includes_waiting(server, held):
     held.clear()
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(server.post, "/completions", SHORT)
-        until(lambda: server.engine.waiting == 1)
+        until(lambda: server.jobs.waiting == 1)
         time.sleep(0.2)
         client.close()
         held.set()
@@ -247,12 +244,12 @@ def test_two_models_serve_two_requests_at_once(model, artifact):
         expected = model.generate("def main(", max_new_tokens=60).text
         model.forget()
         client, _lines = begun(server, LONG)
-        until(lambda: server.engine.running == 1)
+        until(lambda: server.jobs.running == 1)
         answer = server.post("/completions", {"prompt": "def main(", "max_tokens": 60}).json()
         assert answer["choices"][0]["text"] == expected
         assert server.metric("vllm:request_success_total") == 1  # the long request still runs
         client.close()
-        until(lambda: server.engine.running == 0)
+        until(lambda: server.jobs.running == 0)
         first, second = "import os\nimport sys\n", "class Reader:\n    def "
         server.post("/completions", {"prompt": first, "max_tokens": 4})
         server.post("/completions", {"prompt": second, "max_tokens": 4})
@@ -267,10 +264,31 @@ def command(artifact, *more) -> subprocess.Popen:
     return subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def test_sigterm_lets_running_requests_end(artifact):
+def children(pid: int) -> list[int]:
+    return [int(each) for file in Path(f"/proc/{pid}/task").glob("*/children") for each in file.read_text().split()]
+
+
+def test_the_front_survives_the_models_process_and_sigterm_lets_running_requests_end(artifact):
+    """Clients of a killed process get an error event, and the next ones 503 until it is back. The front has no torch in
+    its memory, and the process ends with the front."""
     running = command(artifact, "--model-id", "own")
     try:
         url = re.search(r"^own at (\S+)$", running.stderr.readline())[1]
+        health = url.removesuffix("/v1") + "/health"
+        [model] = children(running.pid)
+        with httpx.stream("POST", f"{url}/completions", json=LONG | {"stream": True}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(model, signal.SIGKILL)
+            *_, told, done = (line for line in lines if line)
+        assert "has ended and is being started again" in json.loads(told[6:])["error"]["message"], told
+        assert done == "data: [DONE]"
+        refused = httpx.post(f"{url}/completions", json=SHORT)
+        assert refused.status_code == 503 == httpx.get(health).status_code
+        until(lambda: httpx.get(health).status_code == 200, 60)
+        assert httpx.post(f"{url}/completions", json=SHORT, timeout=60).status_code == 200
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (running.pid, *children(running.pid))]
+        assert ["libtorch" in each for each in maps] == [False, True]
         answers: list[httpx.Response] = []
         given = {"model": "own", **LONG}
         thread = threading.Thread(
@@ -282,14 +300,15 @@ def test_sigterm_lets_running_requests_end(artifact):
         running.send_signal(signal.SIGTERM)
         thread.join()
         assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 900
-        assert running.wait(20) == 0
+        assert running.wait(20) == 0 and not Path(f"/proc/{model}").exists()
         with pytest.raises(httpx.ConnectError):
             httpx.get(text)
     finally:
         running.kill()
         lines = running.stderr.read()
         running.stderr.close()
-    assert re.fullmatch(r"POST /v1/completions 200 .*\n", lines), lines
+    told = [line for line in lines.splitlines() if not line.startswith("POST /v1/completions ")]
+    assert told == ["the model's process ended with -9: it is started again"] and lines.count("\n") == 5, lines
 
 
 def test_a_port_in_use_is_refused(artifact):
@@ -335,59 +354,17 @@ def test_an_artifact_without_a_tokenizer_is_not_served(artifact, tmp_path):
 
 
 def test_a_server_without_its_packages_says_what_to_install(artifact, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "fastapi" else object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "starlette" else object())
     code, line = fail_command(main, artifact)
-    assert code == 1 and line == "Error: fastapi is not installed: type pip install 'eagle3-export[serve]'"
+    assert code == 1 and line == "Error: starlette is not installed: type pip install 'eagle3-export[serve]'"
 
 
-def test_the_engine_ends_with_the_server(session, artifact):
+def test_no_request_is_taken_after_the_end(session, artifact):
     model = Model(session.metadata, lambda: session, artifact)
     with served([model], artifact) as server:
         pass
-    assert not server.engine.alive
+    assert not server.jobs.alive
     with pytest.raises(httpx.ConnectError):
         server.post("/completions", SHORT)
-    assert asyncio.run(_submitted(server.engine)) == "the server is shutting down"
-
-
-def test_an_error_of_the_engine_ends_all_waiting_requests(session, artifact, monkeypatch):
-    """The error is reported as that of any thread is, and the server is no longer healthy, so that whatever watches it
-    starts another one."""
-    model, reported = Model(session.metadata, lambda: session, artifact), []
-    monkeypatch.setattr(threading, "excepthook", lambda given: reported.append(str(given.exc_value)))
-
-    def fails(job):
-        raise RuntimeError("a fault")
-
-    async def three() -> list[str]:
-        engine = Engine([model], 4, fails, {})
-        jobs = await engine.submit(model.encode("def main("), [{"max_new_tokens": 9}] * 2)
-        found = [await asyncio.wait_for(_end_of(job), 5) for job in jobs]
-        await asyncio.to_thread(engine.close)  # waits for the thread, which reports its error last
-        assert not engine.alive
-        service = SimpleNamespace(engine=engine)
-        health = Sent("GET", "/health", b"", [], b"", "")
-        assert [message async for message in answered(build_app(service), health)][0]["status"] == 503
-        return [*found, await _submitted(engine)]
-
-    assert asyncio.run(three()) == ["", "the server is shutting down", "the server is shutting down"]
-    assert reported == ["a fault"]
-
-
-async def _end_of(job) -> str:
-    try:
-        async for _ in job.deltas():
-            pass
-    except Unavailable as error:
-        return str(error)
-    return ""
-
-
-async def _submitted(engine) -> str:
-    try:
-        [job] = await engine.submit([1, 2], [{}])
-        async for _ in job.deltas():
-            pass
-    except Exception as error:
-        return str(error)
-    return ""
+    with pytest.raises(Unavailable, match="the server is shutting down"):
+        asyncio.run(server.jobs.submit([1, 2], [{}]))

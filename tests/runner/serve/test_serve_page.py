@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from served import ASKED
 
 from eagle3.runner.serve.chat import Authors
-from eagle3.runner.serve.engine import Delta
 from eagle3.runner.serve.markup import CHANNEL, Splitter
 from eagle3.runner.serve.page import FOLDER
+from eagle3.runner.serve.protocol import Delta
 
 FILES = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript", "api.js": "text/javascript"}
 FILES |= dict.fromkeys(("reply.js", "follow.js", "markdown.js", "marked.esm.js"), "text/javascript")
@@ -85,8 +85,14 @@ def test_the_rounds_of_a_stream_add_up_to_its_statistics(model):
 def test_every_character_has_the_author_of_its_last_token(model, text, sizes, accepted):
     """The text is cut into tokens and rounds anywhere, with reasoning separated."""
     ids = model.text.tokenizer.encode("<|channel>thought\n" + text + "<channel|>" + text, add_special_tokens=False).ids
-    authors, splitter = Authors(model, {"skip_special_tokens": False}), Splitter(CHANNEL)
-    stream, said, place, ends, whole = Authors(model, {"skip_special_tokens": False})._stream, [], 0, [], ""
+    authors, splitter = Authors(model.text, model.metadata, {"skip_special_tokens": False}), Splitter(CHANNEL)
+    stream, said, place, ends, whole = (
+        Authors(model.text, model.metadata, {"skip_special_tokens": False})._stream,
+        [],
+        0,
+        [],
+        "",
+    )
     while place < len(ids):
         size = sizes[len(said) % len(sizes)]
         fresh = ids[place : place + size]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
 from eagle3.runner.serve.requests import ChatBody, ResponseBody, parse
-from eagle3.runner.serve.responses import ENCRYPTED, _messages
+from eagle3.runner.serve.responses import INCLUDED, _messages
 from eagle3.runner.serve.template import THOUGHT, Ending
 from eagle3.runner.text.text import Text
 from eagle3.targets import TARGETS
@@ -107,7 +107,7 @@ def test_instructions_and_later_system_messages_fit_a_strict_template(tmp_path):
     dialogue = dialogue_in(STRICT + "{# .reasoning_content #}", Scripted(), tmp_path)
 
     def prompt(items: list[dict]) -> tuple[str, list]:
-        body = parse(ResponseBody, {"instructions": "Be brief.", "input": items, "include": [ENCRYPTED]}, {})
+        body = parse(ResponseBody, {"instructions": "Be brief.", "input": items, "include": [INCLUDED[0]]}, {})
         return dialogue._render(messages := _messages(body), None, None), messages
 
     assert prompt([asked])[0] == "<system>Be brief.<user>go"
