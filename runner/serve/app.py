@@ -107,8 +107,8 @@ def build_app(
     routes += [Route(path, each, methods=["POST"]) for path, each in posts.items()]
     gates = [Middleware(Gate, key=key, log=log or (lambda _line: None), hosts=hosts)]
     if origins:  # a browser asks for the permission without the key
-        given = {"allow_origins": list(origins), "allow_methods": ["*"], "allow_headers": ["*"]}
-        gates.insert(0, Middleware(CORSMiddleware, **given))
+        allowed = Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+        gates.insert(0, allowed)
     handlers: dict[Any, Any] = {
         APIError: on_api_error, ClientDisconnect: _on_hang_up, HTTPException: _on_http_error
     }  # fmt: skip

@@ -31,7 +31,7 @@ from eagle3.runner.text.checks import shown
 from eagle3.runner.text.text import Text
 
 TEMPLATE_SECONDS = 3.0
-"""The seconds that a chat template has, since some are quadratic in the messages."""
+"""The seconds of processor time that a chat template has, since some are quadratic in the messages."""
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 TAKEN_BY_NAME = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
 """The names that rendering uses itself. A client's own template would be a program that runs on this server

@@ -81,8 +81,9 @@ class Gate:
         finally:
             if route(scope) not in QUIET:
                 self._log(line(scope, status, time.perf_counter() - start))
-            if (error := failed or scope.get("failed")) is not None and not isinstance(error, asyncio.CancelledError):
-                self._log(places(error))
+            failed = failed or scope.get("failed")
+            if failed is not None and not isinstance(failed, asyncio.CancelledError):
+                self._log(places(failed))
 
     async def _pass(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         try:

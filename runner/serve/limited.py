@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,24 +15,29 @@ class TimeIsOver(BaseException):
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise ``Refused`` within this context if it takes longer than ``seconds``."""
-    thread, lock, over = threading.get_ident(), threading.Lock(), False
+    """Raise ``Refused`` within this context if it takes more than ``seconds`` of processor time. On a busy machine they
+    pass more slowly than those of a clock."""
+    thread, lock, over = threading.get_ident(), threading.Lock(), threading.Event()
+    clock = time.pthread_getcpuclockid(thread)
+    end = time.clock_gettime(clock) + seconds
 
-    def end() -> None:
-        with lock:
-            if not over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeIsOver))
+    def watch() -> None:
+        left = seconds
+        while not over.wait(max(left, 0.02)):
+            with lock:
+                if over.is_set():
+                    return
+                if (left := end - time.clock_gettime(clock)) <= 0:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeIsOver))
+                    return
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         try:
             yield
         finally:
             with lock:
-                over = True
-            timer.cancel()
+                over.set()
         for _ in range(2):  # an exception that was sent in the last moment arrives in a loop at the latest
             pass
     except TimeIsOver:

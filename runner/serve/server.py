@@ -53,7 +53,7 @@ class Protocol(HttpToolsProtocol):
         self._wait()
         if len(self.connections) >= (self.limit_concurrency or MOST_CONNECTIONS):
             idle = [each for each in self.connections if isinstance(each, Protocol) and each._patience is not None]
-            min(idle, key=lambda each: each._patience.when())._end()
+            min(idle, key=lambda each: each._patience.when() if each._patience else 0.0)._end()
 
     def data_received(self, data: bytes) -> None:
         if self._patience is not None:

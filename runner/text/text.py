@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from eagle3.runner.text.chat import ChatTemplate, Message
@@ -92,15 +92,18 @@ class Text:
     def token_bytes(self, token: int) -> bytes | None:
         """Return the bytes of a token that is part of a character, as byte fallback (``<0xE2>``) or a byte-level
         vocabulary writes them; None for a token of another kind."""
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-        written, octets = (
-            self.tokenizer.id_to_token(token) or "",
-            {char: byte for byte, char in bytes_to_unicode().items()},
-        )
+        written, octets = self.tokenizer.id_to_token(token) or "", _octets()
         if BYTE_TOKEN.fullmatch(written):
             return bytes.fromhex(written[3:5])
         return bytes(octets[char] for char in written) if written and octets.keys() >= set(written) else None
+
+
+@cache
+def _octets() -> dict[str, int]:
+    """Return the byte of each character of a byte-level vocabulary."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 def _splits_special_tokens(folder: Path) -> bool:
