@@ -13,6 +13,7 @@ import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 PACKAGE = "executorch.backends.mlx.serialization"
 SCHEMA, SERIALIZERS = "mlx_graph_schema.py", "_generated_serializers.py"
@@ -58,7 +59,7 @@ def _generate(folder: Path) -> None:
         shutil.copytree(_installed(), made, ignore=shutil.ignore_patterns("__pycache__"))
         spec = importlib.util.spec_from_file_location("mlx_schema_generator", made / "generate.py")
         assert spec is not None and spec.loader is not None
-        generator = importlib.util.module_from_spec(spec)
+        generator: Any = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = generator  # its dataclasses look their module up
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # it prints each step
             spec.loader.exec_module(generator)
