@@ -113,7 +113,7 @@ def test_weights_in_the_ptd_of_records_are_records_and_nothing_holds_them_twice(
 @pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: Triton compiles for it alone")
 def test_kernels_of_few_rows_over_records_have_an_image_by_bulk_copies(records_artifact):
-    """It has no PTX, no stack, and the parameters of Triton's kernel, which the driver finds by their places."""
+    """It has no PTX and no stack. Triton's code beside it keeps the limit of registers of its launch."""
     fatbins = {
         (method, name): fatbin
         for method, kernels in cuda_kernels(records_artifact / MODEL_FILE).items()
@@ -123,7 +123,8 @@ def test_kernels_of_few_rows_over_records_have_an_image_by_bulk_copies(records_a
     assert {method for method, _ in fatbins} >= {SPECULATE, TARGET_VERIFY}
     for fatbin, code in read_codes(fatbins.values(), (9, 0)).items():
         assert list(fatbin_entries(fatbin)) == [("sass", "sm_90"), ("ptx", "sm_90"), ("sass", "sm_90a")]
-        assert code.spill_bytes == 0 and code.registers in (80, 127, 128) and code.ptx == ""
+        assert code.spill_bytes == 0 and code.registers <= 80 and code.ptx == ""
+    assert all(code.registers <= 80 for code in read_codes(fatbins.values(), (8, 9)).values())
 
 
 def compared_weights(artifact, tmp_path, in_records: bool) -> int:

@@ -7,14 +7,10 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from cuda_lowered import lowered
 from kernel_inputs import activations, assert_product, int4_weight
-from machine_code.work import work_of
-from torch import Tensor, nn
-from torch.export import Dim
+from torch import Tensor
 from triton_interpreter import asked_of_l2, exact_dots, interpreted, loaded_before_waits, within, words_read
 
-from eagle3.export.lowering.cuda.graph.shortcuts import analyzed_once, counters_unchanged
 from eagle3.export.lowering.cuda.kernels import small_m, sums
 from eagle3.export.lowering.cuda.kernels.int4.records import kernel as int4_records
 from eagle3.export.lowering.cuda.kernels.int4.records.kernel import shares
@@ -190,32 +186,3 @@ def test_the_records_kernel_refuses_other_inputs_and_more_rows_than_counters():
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
             int4_records._launch_records(None, x, packed, sums.counters())
-
-
-class Twice(nn.Module):
-    """Two products over records, of a weight whose tiles have one program each, and of one whose tiles are shared."""
-
-    def __init__(self):
-        super().__init__()
-        for name, k in (("narrow", 256), ("wide", 1024)):
-            self.register_buffer(name, records(*int4_weight(128, k)))
-        self.register_buffer("arrived", sums.counters())
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        product = int4_records.int4_records_small_m
-        return product(x * 2, self.narrow, self.arrived, 16), product(y * 2, self.wide, self.arrived, 16, sums.SILU)
-
-
-@pytest.mark.whole
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
-def test_an_export_keeps_the_limits_of_registers_and_copies_no_weight():
-    rows = Dim("rows", min=2, max=16)
-    given = activations(4, 256), activations(4, 1024)
-    with counters_unchanged(), analyzed_once(), sums.made_for(1, False):
-        called, graph = lowered(Twice(), given, dynamic_shapes=({0: rows}, {0: rows}))
-    calls = [(name, arguments) for name, arguments in called if name.startswith("int4_records_small_m")]
-    assert [graph.blocks[name]["maxnreg"] for name, _ in calls] == [80, 128] * 2
-    assert [arguments[1] for _, arguments in calls] == ["narrow"] * 2 + ["wide"] * 2
-    assert all(arguments[3] == "arrived" for _, arguments in calls)
-    products = [done for entry in graph.launches if (done := work_of(entry, 1)[0])]
-    assert [(each.weights, each.iterations) for each in products] == [(64 * 256, 2), (64 * 256, 8)]

@@ -335,51 +335,40 @@ def test_only_the_kernels_with_prefetches_are_analyzed_without_them(monkeypatch)
 class Three(nn.Module):
     """A product over records with a gate, and products with its result over bfloat16 and records."""
 
-    def __init__(self, prefetched: bool):
+    def __init__(self):
         super().__init__()
         for name, n in (("first", 1024), ("second", 256), ("third", 1024)):
             self.register_parameter(name, nn.Parameter(weight_of(n, 512, name != "second"), requires_grad=False))
         self.register_buffer("arrived", sums.counters())
-        self.prefetched = prefetched
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        over_records, early = int4_records.int4_records_small_m, {"early": self.prefetched}
-        asked = [early | ({"following": each} if self.prefetched else {}) for each in (self.second, self.third)]
-        x = over_records(x * 2, self.first, self.arrived, 8, sums.SILU, **asked[0])
-        y = bf16.bf16_small_m(x, self.second, self.arrived, **asked[1])
-        return y, over_records(x, self.third, self.arrived, 8, **early) * 2
+        over_records = int4_records.int4_records_small_m
+        x = over_records(x * 2, self.first, self.arrived, 8, sums.SILU, following=self.second, early=True)
+        y = bf16.bf16_small_m(x, self.second, self.arrived, following=self.third, early=True)
+        return y, over_records(x, self.third, self.arrived, 8, early=True) * 2
 
 
-def compiled(prefetched: bool):
-    """Return the tensors of the three products' calls, the record of all launches, and the PTX of the products before
-    and after their wait."""
+@pytest.mark.whole
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
+def test_compiled_matmuls_ask_for_the_next_weight_and_begin_with_their_own():
+    """The bytes that a launch is counted to read are those of its own weight."""
     with (
         early_launches(),
         counters_unchanged(),
         prefetches_unseen(),
         sums.made_for(4, False),
     ):  # all products share tiles
-        called, graph = lowered(Three(prefetched), (activations(3, 512),))
+        called, graph = lowered(Three(), (activations(3, 512),))
     assert len(called) == 5  # nothing is copied
     calls = [(name, arguments) for name, arguments in called if "small_m" in name]
     texts = (Path(CudaKernelParamCache.get(name)["asm"]).read_text() for name, _ in calls)
     named = "first", "second", "third", "arrived"
     given = [[each for each in arguments if each in named] for _, arguments in calls]
-    return given, graph.launches, [text.split(WAITS) for text in texts]
-
-
-@pytest.mark.whole
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")
-def test_compiled_matmuls_ask_for_the_next_weight_and_begin_with_their_own():
-    """The launches, and the bytes that they are counted to read, are those without prefetches."""
-    (calls, launches, prefetched), (_, without, plain) = compiled(True), compiled(False)
-    assert calls == [["first", "second", "arrived"], ["second", "arrived", "third"], ["third", "third", "arrived"]]
-    for one, other in zip(launches, without, strict=True):
-        numbers = {name: value for name, value in other["arguments"].items() if name != "NEXT"}  # no next weight: -1
-        assert one | {"constants": {}} == other | {"constants": {}, "arguments": numbers}
+    prefetched = [text.split(WAITS) for text in texts]
+    assert given == [["first", "second", "arrived"], ["second", "arrived", "third"], ["third", "third", "arrived"]]
+    read = [entry["weight_bytes"] - sums.counters().nbytes for entry in graph.launches if "small_m" in entry["kernel"]]
+    assert read == [32 * 2 * RECORD, 2 * 256 * 512, 32 * 2 * RECORD]
     for of_own, asked, (before, after) in zip((2, 1, 2), (1, 1, 0), prefetched, strict=True):
         assert "griddepcontrol.launch_dependents" in before and ("ld.global" in before) == (of_own == 2)
         assert (before.count(ASKS), after.count(ASKS)) == (of_own, asked) and "cp.async.cg" not in before
         assert not any(each in before for each in WRITES) and all(each in after for each in WRITES)
-    for before, after in plain:
-        assert "ld.global" not in before and ASKS not in before + after
