@@ -62,7 +62,7 @@ class Kernel:
         self.name, self.size, self.source = kept["name"], kept["size"], kept["source"]
         self.signature: dict[str, str] = kept["signature"]
         self.constants: dict[str, Any] = kept["constants"]
-        self.cards: list[dict[str, Any]] = kept["cards"]
+        self.cards: list[dict[str, Any]] = kept.get("cards", [])
         (alignments,) = ast.literal_eval(re.search(r"'configs': (\[.*?\}\])", self.source)[1])
         names = list(self.signature)
         self.aligned = [names[place] for (place,), hints in alignments.items() if ["tt.divisibility", 16] in hints]
