@@ -94,7 +94,7 @@ def write(path: Path, head: Head, pieces: Iterable[Tensor]) -> Saved:
         add(struct.pack(f"<{len(head.tokens)}q", *head.tokens))
         add(text)
         for piece in pieces:
-            add(memoryview(piece.numpy()))
+            add(piece.numpy().data)
         file.write(digest.digest())
         size = file.tell()
     return Saved(len(head.tokens), size, head.note)
@@ -117,7 +117,7 @@ def resume(path: Path, session: Session, cached: CachedTokens, artifact: str) ->
         file.seek(size - DIGEST_BYTES - head.state_bytes)
 
         def take(piece: Tensor) -> None:
-            if file.readinto(memoryview(piece.numpy())) != piece.numel():
+            if file.readinto(piece.numpy().data) != piece.numel():
                 raise ValueError(f"{path} was cut while it was read: delete it")
 
         cached.clear()

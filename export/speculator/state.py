@@ -107,7 +107,7 @@ def _axis(node: Node) -> int | None:
     if name not in AXES:
         return None
     axis = AXES[name]
-    return node.args[1] if axis is None else axis  # type: ignore[return-value]  # an int
+    return node.args[1] if axis is None else axis  # an int
 
 
 class StateMethod(nn.Module):

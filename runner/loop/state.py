@@ -24,7 +24,7 @@ def read_pieces(session: Session, slots: int) -> Iterator[Tensor]:
                 yield as_bytes(value)
 
 
-def write_pieces(session: Session, slots: int, take: Callable[[Tensor], None]) -> None:
+def write_pieces(session: Session, slots: int, take: Callable[[Tensor], object]) -> None:
     """Write the state back. ``take`` fills each piece, uint8, with its bytes, in the order of ``read_pieces``."""
     groups = session.metadata.state_groups
     counts = [group.pieces(slots) for group in groups]

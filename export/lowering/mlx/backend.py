@@ -94,6 +94,10 @@ class MlxBackend:
     def held_bytes(self, plan: Plan) -> int:
         return round(_model_bytes(plan.skeleton.model, recipes(plan)[0])[0])
 
+    def artifact_bytes(self, plan: Plan) -> int:
+        target, draft = recipes(plan)
+        return round(_model_bytes(plan.skeleton.model, target)[1] + _model_bytes(unfilled(plan.draft), draft)[1])
+
     def conversion(self, plan: Plan) -> "MlxWeights":
         from eagle3.export.lowering.mlx.quantization import MlxWeights
 

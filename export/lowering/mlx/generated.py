@@ -63,7 +63,7 @@ def _generate(folder: Path) -> None:
         sys.modules[spec.name] = generator  # its dataclasses look their module up
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # it prints each step
             spec.loader.exec_module(generator)
-            generator.RUNTIME_DIR = made / "cpp"  # the wheel lacks the folder of the C++ code
+            vars(generator)["RUNTIME_DIR"] = made / "cpp"  # the wheel lacks the folder of the C++ code
             schema, flatc = schema_and_flatc()
             if not generator.run_flatc(str(flatc)):
                 raise OSError(f"{flatc} does not run, which makes code for MLX: install executorch again")
