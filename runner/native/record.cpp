@@ -20,7 +20,7 @@ template <class Number>
 Number number(std::string json, std::initializer_list<const char*> keys) {
   for (const char* key : keys) {
     std::optional<std::string> value = json_value(json, key);
-    if (!value) return 0;
+    if (!value || *value == "null") return 0;
     json = *value;
   }
   std::istringstream stream(json);
