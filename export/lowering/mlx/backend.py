@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager
     from torch.export import ExportedProgram
 
-    from eagle3.export.lowering.mlx.quantization import MlxWeights
+    from eagle3.export.lowering.covered_weights import CoveredWeights
     from eagle3.export.speculator.speculator import Eagle3Speculator
     from eagle3.targets.attention import AttentionFactory
 
@@ -98,16 +99,21 @@ class MlxBackend:
         target, draft = recipes(plan)
         return round(_model_bytes(plan.skeleton.model, target)[1] + _model_bytes(unfilled(plan.draft), draft)[1])
 
-    def conversion(self, plan: Plan) -> "MlxWeights":
-        from eagle3.export.lowering.mlx.quantization import MlxWeights
+    def conversion(self, plan: Plan) -> "CoveredWeights":
+        from eagle3.export.lowering.covered_weights import CoveredWeights
+        from eagle3.export.lowering.mlx.quantization import quantized
 
-        return MlxWeights(plan.skeleton.model, recipes(plan)[0])
+        recipe = recipes(plan)[0]
+        return CoveredWeights(plan.skeleton.model, recipe.covers, partial(quantized, recipe))
 
     def prepare(self, speculator: "Eagle3Speculator", plan: Plan) -> None:
         """Quantize the draft head as the plan says."""
-        from eagle3.export.lowering.mlx.quantization import quantize
+        from eagle3.export.lowering.covered_weights import quantize_covered
+        from eagle3.export.lowering.mlx.quantization import quantized
 
-        quantize(speculator.draft, recipes(plan)[1], spare=set(map(id, speculator.target.parameters())))
+        recipe = recipes(plan)[1]
+        spare = set(map(id, speculator.target.parameters()))
+        quantize_covered(speculator.draft, recipe.covers, partial(quantized, recipe), spare)
 
     def pack(self, _speculator: "Eagle3Speculator", _plan: Plan, _folder: "Path") -> dict[str, Any]:
         return {}

@@ -16,7 +16,6 @@ from torchao.utils import TorchAOBaseTensor
 
 from eagle3.export.lowering.mlx.recipe import Recipe
 from eagle3.export.lowering.xnnpack.quantization import by_rows, taken_from
-from eagle3.targets.loading import dequantized, is_plain
 
 DTYPE = torch.bfloat16
 
@@ -55,28 +54,3 @@ def _rows(name: str, group: int, weight: Tensor) -> TorchAOBaseTensor:
     return GroupedWeight(
         made.qdata, made.scale.to(DTYPE), made.zero_point, made.target_dtype, made.block_size, DTYPE, None
     )
-
-
-class MlxWeights:
-    """The conversion for the target ``model`` (on the meta device), with the interface of ``WeightConversion``."""
-
-    def __init__(self, model: nn.Module, recipe: Recipe):
-        self.recipe, self.dequantized = recipe, 0
-        modules = model.named_modules(remove_duplicate=False)
-        self.covered = {f"{name}.weight": module for name, module in modules if recipe.covers(module)}
-
-    def __call__(self, name: str, value: Tensor) -> Tensor:
-        self.dequantized += not is_plain(value)
-        value = dequantized(name, value)
-        return quantized(self.recipe, self.covered[name], value) if name in self.covered else value
-
-    def record(self) -> dict[str, Any]:
-        """Return how many weights were dequantized, for ``export.json``."""
-        return {"dequantized": self.dequantized} if self.dequantized else {}
-
-
-def quantize(model: nn.Module, recipe: Recipe, spare: set[int]) -> None:
-    """Quantize in place the weights of ``model`` that ``recipe`` covers, except those whose id is in ``spare``."""
-    for module in model.modules():
-        if recipe.covers(module) and id(module.weight) not in spare:
-            module.weight = nn.Parameter(quantized(recipe, module, module.weight.data), requires_grad=False)

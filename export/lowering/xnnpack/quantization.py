@@ -24,9 +24,9 @@ from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor 
 )
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export.lowering.covered_weights import CoveredWeights, quantize_covered
 from eagle3.export.lowering.xnnpack.hqq import faster_search
 from eagle3.export.lowering.xnnpack.recipe import Recipe
-from eagle3.targets.loading import dequantized, is_plain
 
 ELEMENTS = 1 << 21
 """The number of elements of a weight that a core quantizes at once. With fewer elements, threads wait for Python's
@@ -144,26 +144,13 @@ def _embedding(func: object, _types: object, args: tuple[Any, ...], _kwargs: obj
     return F.embedding(ids, table.qdata).to(table.dtype) * F.embedding(ids, table.scale)
 
 
-class XnnpackWeights:
+class XnnpackWeights(CoveredWeights):
     """The conversion for the target ``model`` (on the meta device)."""
 
     def __init__(self, model: nn.Module, recipe: Recipe):
-        self.recipe, self.dequantized = recipe, 0
-        modules = model.named_modules(remove_duplicate=False)
-        self.covered = {f"{name}.weight": module for name, module in modules if recipe.covers(module)}
-
-    def __call__(self, name: str, value: Tensor) -> Tensor:
-        self.dequantized += not is_plain(value)
-        value = dequantized(name, value)
-        return quantized(self.recipe, self.covered[name], value) if name in self.covered else value
-
-    def record(self) -> dict[str, Any]:
-        """Return how many weights were dequantized, for ``export.json``."""
-        return {"dequantized": self.dequantized} if self.dequantized else {}
+        super().__init__(model, recipe.covers, partial(quantized, recipe))
 
 
 def quantize(model: nn.Module, recipe: Recipe, spare: set[int]) -> None:
     """Quantize in place the weights of ``model`` that ``recipe`` covers, except those whose id is in ``spare``."""
-    for module in model.modules():
-        if recipe.covers(module) and id(module.weight) not in spare:
-            module.weight = nn.Parameter(quantized(recipe, module, module.weight.data), requires_grad=False)
+    quantize_covered(model, recipe.covers, partial(quantized, recipe), spare)
