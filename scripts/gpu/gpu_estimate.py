@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpu_cubins import BULK
 from gpu_variants import GEMMA, K_QUANTS, VARIANTS, made
 
+from eagle3.export.lowering.cuda.kernels.int4.records.kernel import int4_records_small_m_kernel
 from eagle3.runner.system.gpus import GPUS
 
 TIMES = Path(__file__).with_name("times.json")
@@ -26,6 +28,7 @@ ROWS = 4, 16
 """The rows of the measurements, for up to 8 and for up to 16 rows."""
 LEVERS = ("EARLY", "OF_NEXT", "AHEAD")
 """The constants that tell the variants of a kernel apart."""
+RECORDS, HOPPER = int4_records_small_m_kernel.__name__, 90
 SAME = 0.01
 """The largest difference of sizes that count as the same, as a share."""
 
@@ -57,8 +60,11 @@ def read_times(file: Path = TIMES) -> Times:
 
 
 def variant_of(entry: Mapping[str, Any]) -> str | None:
-    """Return the variant of a recorded launch, None for another kernel."""
+    """Return the variant of a recorded launch, None for another kernel. Launches of records that have an entry of
+    their own for sm_90 are by bulk copies there, which the times of Triton's kernel do not tell."""
     levers = {name for name in LEVERS if entry["constants"].get(name)}
+    if entry["kernel"].startswith(RECORDS) and HOPPER in [card["first"] for card in entry.get("cards", ())]:
+        levers.add(BULK)
     for variant in VARIANTS:
         same = entry["kernel"].startswith(variant.kernel.fn.__name__) and levers == variant.levers
         if same and K_QUANTS.get(variant.format) == entry["constants"].get("BITS"):

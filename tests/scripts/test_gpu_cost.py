@@ -220,6 +220,9 @@ def test_what_was_not_timed_alone_has_no_number(counted):
         matmul("_bf16_small_m_kernel_0", 1, EARLY=1),
     ):
         assert seconds_of(times, entry, 4) is None
+    by_triton, by_bulk_copies = matmul(records, 1), matmul(records, 1) | {"cards": [{"first": 90}, {"first": 91}]}
+    assert variant_of(by_triton) == "records"
+    assert variant_of(by_bulk_copies) == "records by bulk copies"
     one_size = matmul("_k_quant_small_m_kernel_0", 5376 * 5376, BITS=4)
     assert variant_of(one_size) == "q4_k" and seconds_of(times, one_size, 4) is None
     entries = attention(), launch(kernel="triton_red_fused_0", constants={}), launch()
