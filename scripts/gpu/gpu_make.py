@@ -88,7 +88,7 @@ class Making(NamedTuple):
             pack(contents(Path(folder)), archive)
 
     def probe(self, cubin: Path) -> None:
-        from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home
+        from eagle3.export.patching.toolchain import cuda_home
 
         home = Path(cuda_home())
         call(home / "bin" / "nvcc", "-cubin", f"-arch={self.arch}", "-I", home / "include", "-o", cubin,

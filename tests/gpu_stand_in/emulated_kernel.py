@@ -59,7 +59,7 @@ class Ran(NamedTuple):
 
 
 class Fault(Exception):
-    """What the hardware leaves undefined."""
+    """An act that the hardware leaves undefined."""
 
 
 class Emulation:

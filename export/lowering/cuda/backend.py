@@ -50,7 +50,6 @@ from eagle3.export.lowering.cuda.inductor.fusion import (
 )
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
-from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.lowering.cuda.kernels.int4.layouts import layout_of
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.sums import made_for_here, made_for_named
@@ -67,6 +66,7 @@ from eagle3.export.lowering.cuda.weights.quantization import (
 from eagle3.export.lowering.edge.replays import repeated_alone
 from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.patching.tested_versions import FOR_CUDA, TESTED_WITH_GPU, check_versions
+from eagle3.export.patching.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator

@@ -17,8 +17,8 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from eagle3.export.lowering.cuda.graph import shortcuts
-from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home
 from eagle3.export.output.contents import package_versions
+from eagle3.export.patching.toolchain import cuda_home
 from eagle3.export.twin.comparison import TOLERANCE
 from eagle3.export.twin.target import compare, make_twin, without_images
 from eagle3.runner.artifact.opening import open_artifact

@@ -37,12 +37,12 @@ def named_gpu(arch: str) -> Iterator[None]:
     Raises ValueError for versions of torch or triton that were not tested, FileNotFoundError without a toolchain.
     """
     check_named_versions()
-    from eagle3.export.lowering.cuda.inductor.toolchain import toolchain
     from eagle3.export.lowering.cuda.named_gpu.choices import choices
     from eagle3.export.lowering.cuda.named_gpu.compiling import compiling
     from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device, operators
     from eagle3.export.lowering.cuda.named_gpu.fatbins import common_gpu
     from eagle3.export.lowering.cuda.named_gpu.weights import weights_on_host
+    from eagle3.export.patching.toolchain import toolchain
 
     gpus = [BY_ARCH[each] for each in archs_of(arch)]
     device = fake_device(common_gpu(gpus))

@@ -13,7 +13,7 @@ from machine_code.libraries import cuda_delegates
 from machine_code.runtime_symbols import CUDA_DRIVER, CUDA_RUNTIME, DRIVER, EXECUTORCH, lacking, of_pytorch
 from machine_code.sass import Usage
 
-from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home, driver_functions
+from eagle3.export.patching.toolchain import cuda_home, driver_functions
 from eagle3.runner.artifact.cuda_library import read_library
 from eagle3.runner.artifact.gpu_needs import recorded_launches
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE

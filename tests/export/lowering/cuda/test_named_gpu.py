@@ -24,7 +24,6 @@ from triton.runtime import driver
 
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.lowering.cuda import backend
-from eagle3.export.lowering.cuda.inductor.toolchain import cpp_compiler, cuda_home, toolchain
 from eagle3.export.lowering.cuda.kernels import sums
 from eagle3.export.lowering.cuda.named_gpu import named_gpu
 from eagle3.export.lowering.cuda.named_gpu.choices import MORE, Tile, choices, nanoseconds
@@ -34,6 +33,7 @@ from eagle3.export.lowering.cuda.named_gpu.fake_device import fake_device, opera
 from eagle3.export.lowering.cuda.named_gpu.fatbins import Fatbins
 from eagle3.export.lowering.cuda.named_gpu.second_image import SecondImages
 from eagle3.export.lowering.cuda.named_gpu.weights import HostData, on_named_gpu, weights_on_host
+from eagle3.export.patching.toolchain import cpp_compiler, cuda_home, toolchain
 from eagle3.runner.system.gpus import BY_ARCH
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is substituted")

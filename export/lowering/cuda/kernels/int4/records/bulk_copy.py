@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eagle3.export.lowering.cuda.inductor.toolchain import cuda_home
 from eagle3.export.lowering.cuda.kernels.int4.records.layout import RECORD
 from eagle3.export.lowering.cuda.kernels.small_m import WARPS
 from eagle3.export.lowering.cuda.kernels.sums import GELU_TANH, SILU
+from eagle3.export.patching.toolchain import cuda_home
 
 SOURCE = Path(__file__).with_suffix(".cu")
 STAGES = {8: 6, 16: 8}
