@@ -166,8 +166,11 @@ def settled(config: ExportConfig) -> ExportConfig:
     check_names(config)
     check_flags(config)
     check_typed(config)
-    config = with_output(with_arch(config))
+    if config.output_dir is None:  # the name of the folder has the architecture
+        config = with_arch(config)
+    config = with_output(config)
     check_output(config.folder, config.overwrite)
+    config = with_arch(config)  # looking for a GPU imports torch
     if not config.dry_run:
         refuse_a_second(config.folder)
     return config

@@ -235,10 +235,10 @@ class Metadata:
         }
         if self.forward_len is not None:
             values |= {"get_max_seq_len": self.forward_len, "get_max_context_len": self.max_seq_len}
-        if self.state is not None:
-            values["get_state_groups"] = list(self.state)
         if self.served_by is not None:
             values["get_served_by"] = json.dumps(self.served_by)
+        if self.state is not None:
+            values["get_state_groups"] = list(self.state)
         return values | {"get_eos_ids": list(self.eos_ids), "get_manifest": json.dumps(self.manifest)}
 
     @classmethod

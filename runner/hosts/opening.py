@@ -58,13 +58,14 @@ def open_session(
             program = load_runtime().load_program(artifact.model, data_path=_weights(artifact))
             return ExecuTorchSession(program, artifact.metadata)
     sharing: Callable[[], AbstractContextManager[object]] = packed_weights_shared
-    if artifact.metadata.manifest.get("backend") in DELEGATES:  # such a program has neither LLM ops nor packed weights
+    delegated = artifact.metadata.manifest.get("backend") in DELEGATES
+    if delegated:  # such a program has neither LLM ops nor packed weights
         sharing = nullcontext
     elif packed_weights is not None:
         load_runtime()
         sharing = PackedFile(artifact.model, packed_weights).in_use
     with _loading(artifact, nullcontext):
-        if sharing is not nullcontext:
+        if not delegated:
             load_llm_ops(load_runtime())
         program = load_runtime().load_program(artifact.model)
     return ExecuTorchSession(program, artifact.metadata, loading=partial(_loading, artifact, sharing), lazily=lazily)

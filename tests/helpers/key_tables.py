@@ -84,6 +84,7 @@ INSPECT = {
     "files[].bytes": "its size; null if it is missing",
     "files[].matches_record": "true if its sha256 is the recorded one, null if it was not compared",
     "metadata": "the constant methods by name (contract/); tensors as dtype and shape",
+    "methods.*.rows": "null for a method that takes no rows",
     "methods.*.rows.min": "the fewest rows of a call",
     "methods.*.rows.max": "the most rows of a call",
     "methods.*.dynamic_length": "true if the number of rows varies",

@@ -207,8 +207,8 @@ def test_the_commands_of_a_readme_run_as_printed_in_their_order(readme, artifact
     for language, block in blocks((ROOT / readme).read_text()):
         if language == "python":
             run_python(block)
-        elif language in ("cmake", "cpp"):
-            continue  # tests/runner/native builds such an application
+        elif language in ("cmake", "cpp", "nginx"):
+            continue  # tests of the native runner and of the server use them
         elif not_run(block.splitlines()[0]) and NOT_RUN[not_run(block.splitlines()[0])] == "a picture":
             continue
         else:
