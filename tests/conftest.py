@@ -264,8 +264,8 @@ def cuda_artifact(request):
 
 @pytest.fixture(scope="session")
 def records_artifact(request):
-    """gemma4-tiny as in ``cuda_artifact`` for sm_90 and sm_120 in one, with its INT4 weights in records, requests to L2
-    and early launches."""
+    """gemma4-tiny as in ``cuda_artifact``, with its INT4 weights in records, requests to L2 and early launches, and
+    without ``speculate``."""
     return request.config.stash[BEFOREHAND]["records_artifact"]
 
 

@@ -10,12 +10,9 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import json
-import re
-import struct
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,12 +20,9 @@ import click
 import torch
 from interpreted_artifact import looked_at
 from stand_in_driver import A100, H100, Device
-from stand_in_kernels import FEW_ROWS, Kernel
 from stand_in_sessions import Sessions, stderr
 
-from eagle3.runner.artifact.cuda_library import fatbin_entries, read_library
-from eagle3.runner.artifact.pte import Pte
-from eagle3.runner.contract import DRAFT_DECODE, PREFILL, TARGET_VERIFY
+from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
 from eagle3.runner.hosts import torch_host, torch_host_checks
 from eagle3.runner.hosts.torch_host import TorchSession
 
@@ -129,69 +123,6 @@ def on(device: Device, call: Fault = draft, checked: bool = False) -> Fault:
     return run
 
 
-def prefill(sessions: Sessions) -> None:
-    """Prefill 16 rows from position 0 on, by kernels of many rows, which have images with launches of their own."""
-    session = opened(sessions, graphs=False)
-    session._call(PREFILL, torch.ones(1, 16, dtype=torch.long), session.positions[:16])
-
-
-def computed(call: Fault) -> Fault:
-    """Return a call that computes."""
-
-    def run(sessions: Sessions) -> None:
-        with patch.object(sessions.machine.kernels, "computes", True):
-            call(sessions)
-
-    return run
-
-
-def with_library(changed: Callable[[bytes], bytes], call: Fault = prefill) -> Fault:
-    """Return a call with ``changed`` libraries; their kernels keep their sources."""
-    read = torch_host.read_methods
-
-    def changed_methods(pte: Pte) -> list[torch_host.HostMethod]:
-        return [replace(method, library=changed(method.library)) for method in read(pte)]
-
-    def run(sessions: Sessions) -> None:
-        known = patch.object(Kernel, "is_in", lambda self, image: True)
-        unchecked = patch.object(torch_host_checks, "check_launches", lambda *given: None)
-        with patch.object(torch_host, "read_methods", changed_methods), known, unchecked:
-            call(sessions)
-
-    return run
-
-
-def launches_of_another_card(library: bytes) -> bytes:
-    """Return a library whose tables have no launch for GPUs after sm_90, which then take the one of sm_90."""
-    table = re.compile(re.escape(struct.pack("<i", 90)) + b".{12}" + re.escape(struct.pack("<i", 91)), re.DOTALL)
-    return table.sub(lambda found: found[0][:-4] + struct.pack("<i", 1000), library)
-
-
-def second_image_with_other_parameters(library: bytes) -> bytes:
-    """Return a library in which the last parameter of each code for sm_90a is one byte long."""
-    for fatbin in read_library(library).kernels.values():
-        if ("sass", "sm_90a") not in fatbin_entries(fatbin):
-            continue
-        code = fatbin.rindex(b"\x7fELF")
-        at = fatbin.index(PARAMETER, code) + len(PARAMETER) + 8
-        changed = fatbin[:at] + struct.pack("<I", 1 << 18) + fatbin[at + 4 :]
-        library = library.replace(fatbin, changed)
-    return library
-
-
-PARAMETER = b"\x04\x17\x0c\x00"  # an attribute of machine code: a parameter, whose place and size follow
-
-
-def grid_of_fewer_multiprocessors(sessions: Sessions) -> None:
-    run = Kernel.__call__
-
-    def smaller(self: Kernel, grid: tuple[int, int, int], values: dict, arch: int) -> None:
-        run(self, (grid[0], max(1, grid[1] // 2), grid[2]) if FEW_ROWS in self.name else grid, values, arch)
-
-    with patch.object(Kernel, "__call__", smaller):
-        computed(draft)(sessions)
-
-
 FAULTS: dict[str, tuple[str, Fault]] = {
     "right": ("", written("attention", "<= last", "<= last")),
     "stale slot attended to": (
@@ -221,15 +152,6 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     ),
     "module of another architecture": ("no kernel image is available .*the device is sm_80", on(A100)),
     "too little shared memory": ("bytes of shared memory", on(Device(90, 32 << 10))),
-    "right on a GPU that takes the PTX": ("", on(Device.of("sm_120"), computed(prefill), checked=True)),
-    "shared memory of another card": (
-        "_int4_matmul_kernel wants .* bytes of shared memory, the device has",
-        on(Device.of("sm_120")._replace(most_shared=64 << 10), with_library(launches_of_another_card)),
-    ),
-    "two images with other parameters": (
-        "has other parameters in its code for sm_90a?", with_library(second_image_with_other_parameters),
-    ),
-    "grid for fewer multiprocessors": ("not finite|counters|the host read", grid_of_fewer_multiprocessors),
     "too little memory": (
         "out of memory|too little GPU memory", on(H100._replace(total=8 << 20), opened, checked=True),
     ),

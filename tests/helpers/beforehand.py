@@ -20,8 +20,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(STAND_IN)!r})
 from cuda_artifact import DEFAULT, export
-two = ("--cuda-arch", "sm_90,sm_120") if "--cuda-arch" in DEFAULT else ()
-export(Path(sys.argv[1]), (*DEFAULT, *two, "--no-fit", "--int4-layout", "records"))
+export(Path(sys.argv[1]), (*DEFAULT, "--no-fit", "--int4-layout", "records"))
 """
 COMMANDS = {
     "artifact": ("-c", "from eagle3.export.cli import main; main()", *CPU_FLAGS, "--output-dir"),
