@@ -47,7 +47,11 @@ def rehearsed(compiled, host_artifact, cuda_artifact, records_artifact, tmp_path
     (folder / "wide").mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:  # archives that are not compressed, to save the time
         patch.setattr(gpu_make, "compressed", Path.open)
-        patch.setattr(gpu_carry.tarfile, "open", lambda name=None, mode="r", **given: OPEN(name, mode.replace("w:xz", "w"), **given))
+        patch.setattr(
+            gpu_carry.tarfile,
+            "open",
+            lambda name=None, mode="r", **given: OPEN(name, mode.replace("w:xz", "w"), **given),
+        )
         patch.setattr(gpu_carry, "SAMPLE", 1 << 30)
         patch.setattr(gpu_carry, "RECORD", 1 << 30)
         gpu_make.pack(gpu_make.contents(compiled), folder / "tournament.tar.xz")
