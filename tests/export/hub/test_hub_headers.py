@@ -36,7 +36,9 @@ def test_a_dry_run_plans_gemma4_31b_from_2_mb_of_67_gb(published, gemma4_31b):
     assert f"google/gemma-4-31B-it@{commit_of(target)}: {target_bytes / 1e9:.1f} GB to download" in text
     assert f"{head_bytes / 1e9:.1f} GB to download" in text
     assert "hidden_states 2, 30, 57" in text
-    assert "fits A100 (80 GiB), H100 (80 GiB)" in text and "does not fit RTX 3090 (24 GiB)" in text
+    assert (
+        "fits A100 (80 GiB), Jetson Orin (61 GiB), H100 (80 GiB)" in text and "does not fit RTX 3090 (24 GiB)" in text
+    )
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))
 
 

@@ -130,6 +130,7 @@ def test_metadata_is_the_contract_with_the_manifest_expanded(found, artifact):
     methods = [field.metadata["method"] for field in fields(Metadata)]
     others = {"get_proposals", "get_max_context_len", "get_rollback_rows"}  # P-EAGLE, --with-forward, recurrent layers
     others |= {"get_has_draft_cache", "get_has_draft", "get_verify_rows"}  # assistants, --draft none, --verify-rows
+    others.add("get_served_by")  # --backend mlx
     assert list(found["metadata"]) == [name for name in methods if name not in others]
     opened = open_artifact(artifact).metadata
     expected = opened.constant_methods() | {"get_manifest": opened.manifest}
