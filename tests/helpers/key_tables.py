@@ -226,7 +226,6 @@ RECORD = {
     "fit.text": "the text that was tried, in words",
     "fit.seed": "of the text's choice",
     "fit.chain_len": "proposals of a tried round",
-    "fit.readings_chain_len": "the same for readings other than the files' and the best",
     "fit.streamed": "true if the target was computed layer by layer",
     "fit.chance": "share of the most frequent token",
     "fit.target_seconds": "of the target's computation",
