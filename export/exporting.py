@@ -166,8 +166,6 @@ def settled(config: ExportConfig) -> ExportConfig:
     check_names(config)
     check_flags(config)
     check_typed(config)
-    if config.output_dir is None:  # the name of the folder has the architecture
-        config = with_arch(config)
     config = with_output(config)
     check_output(config.folder, config.overwrite)
     config = with_arch(config)  # looking for a GPU imports torch
@@ -197,7 +195,7 @@ def output_name(target: str, checkpoint: Path | None, backend: str, cuda_arch: s
     """Return TARGET-BACKEND-ARCHITECTURE, a folder in the working folder. For ``auto`` it begins with the checkpoint's
     own name. Several architectures have dashes between them; every one that is known is "all"."""
     if cuda_arch is None:
-        cuda_arch = BACKENDS[backend].local_arch()
+        cuda_arch = BACKENDS[backend].local_arch() or (ALL if BACKENDS[backend].gpu else None)
     elif archs_of(cuda_arch) == archs_of(ALL):
         cuda_arch = ALL
     else:

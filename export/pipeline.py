@@ -86,13 +86,14 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
                 programs[method.name] = trace(speculator, method, plan.draft.hidden_size, backend.dtype)
         manifest |= backend.describe(programs, plan)
         kept: list[StateBuffer] = []
-        writer = backend.state_writer()
-        if writer is None and plan.config.sessions is None:
-            progress.say(f"conversations with it cannot be kept: {plan.config.backend} has no {READ_STATE} yet")
-        elif writer is not None and plan.sessions:
+        if plan.sessions:
             with progress.stage(f"trace {READ_STATE} and {WRITE_STATE}"):
                 kept = state_buffers(programs, speculator)
+                writer = backend.state_writer()
+                assert writer is not None, "BackendEntry.sessions says that there is one"
                 programs[READ_STATE], programs[WRITE_STATE] = trace_state(speculator, kept, writer)
+        elif plan.config.sessions is None:
+            progress.say(f"conversations with it cannot be kept: {plan.config.backend} has no {READ_STATE} yet")
         with progress.stage(f"lower to {plan.config.backend}"):
             metadata = make_metadata(plan, manifest, speculator.draft.ids_in_target(), kept)
             program, built = backend.lower(programs, metadata.constant_methods(), plan)

@@ -26,20 +26,13 @@ SUFFIX = ".session"
 class Kept:
     """A dialogue's state: its pieces in memory, its file, or both."""
 
-    tokens: list[int]
-    counters: Counters
+    cached: CachedTokens
     bytes: int
     pieces: list[Tensor] | None = None
     file: Path | None = None
     gone: bool = False
     """True if the dialogue is no longer kept, so that a file that is still being written is to be deleted."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def reusable(self, prompt: Sequence[int], model: Model, draft: bool) -> int:
-        """Return how many positions of ``prompt`` need not be computed from this state."""
-        cached = CachedTokens()
-        cached.restore(self.tokens, self.counters)
-        return cached.reuse(prompt, model.metadata, draft)
 
     def written(self, file: Path) -> None:
         with self.lock:
@@ -57,6 +50,13 @@ class Kept:
     def drop(self) -> None:
         self.gone = True
         self.drop_file()
+
+
+def held(tokens: Sequence[int], counters: Counters) -> CachedTokens:
+    """Return the record of caches with these contents."""
+    cached = CachedTokens()
+    cached.restore(tokens, counters)
+    return cached
 
 
 class KeptDialogues:
@@ -84,7 +84,7 @@ class KeptDialogues:
             except (ValueError, OSError) as error:
                 self._say(f"not taken up: {one_line(error)}")
                 continue
-            self._kept.append(Kept(head.tokens, head.counters, head.state_bytes, file=path))
+            self._kept.append(Kept(held(head.tokens, head.counters), head.state_bytes, file=path))
         self._trim()
 
     def prepare(self, model: Model, prompt: Sequence[int], draft: bool = True) -> None:
@@ -98,32 +98,34 @@ class KeptDialogues:
 
     def _prepare(self, model: Model, prompt: Sequence[int], draft: bool) -> None:
         own = model.cached.reusable(prompt, model.metadata, draft)
-        best = max(self._kept, key=lambda each: each.reusable(prompt, model, draft), default=None)
-        gains = best is not None and best.reusable(prompt, model, draft) - own >= WORTH
-        if best is not None and gains:
+        found = ((each.cached.reusable(prompt, model.metadata, draft), each) for each in self._kept)
+        most, best = max(found, key=lambda pair: pair[0], default=(0, None))
+        if most - own < WORTH:
+            best = None
+        if best is not None:
             self._used(best)  # so that what is kept now does not take its place
-        if gains or len(model.cached.tokens) - own > WORTH:
+        if best is not None or len(model.cached.tokens) - own > WORTH:
             self.keep(model)
-        if best is not None and gains and not best.gone:
+        if best is not None and not best.gone:
             self._restore(best, model)
 
     def keep(self, model: Model) -> None:
         """Keep what a model's caches hold, in place of an earlier state of the same dialogue."""
-        tokens, counters = list(model.cached.tokens), model.cached.counters
+        tokens, counters = model.cached.tokens, model.cached.counters
         if len(tokens) <= WORTH:
             return
         with model.reserved():
             for each in list(self._kept):
-                common = common_prefix(tokens, each.tokens)
-                if common >= len(tokens) - 1 and counters.draft_slots <= each.counters.draft_slots:
+                common = common_prefix(tokens, each.cached.tokens)
+                if common >= len(tokens) - 1 and counters.draft_slots <= each.cached.draft_slots:
                     self._used(each)
                     return
-                if common > len(each.tokens) - WORTH:
+                if common > len(each.cached.tokens) - WORTH:
                     self._remove(each)
             size = state_bytes(model.session, counters.slots)
             if size > self._size:
                 return
-            fresh = Kept(tokens, counters, size)
+            fresh = Kept(held(tokens, counters), size)
             fresh.pieces = list(read_pieces(model.session, counters.slots))
         self._kept.append(fresh)
         if self._folder is not None:
@@ -145,8 +147,8 @@ class KeptDialogues:
             left = iter(kept.pieces)
             with model.reserved():
                 model.cached.clear()
-                write_pieces(model.session, kept.counters.slots, lambda piece: piece.copy_(next(left)))
-                model.cached.restore(kept.tokens, kept.counters)
+                write_pieces(model.session, kept.cached.counters.slots, lambda piece: piece.copy_(next(left)))
+                model.cached.restore(kept.cached.tokens, kept.cached.counters)
         else:
             assert kept.file is not None
             try:
@@ -163,7 +165,7 @@ class KeptDialogues:
             return
         path = folder / f"{artifact[:12]}-{secrets.token_hex(8)}{SUFFIX}"
         try:
-            write(path, Head(artifact, kept.counters, kept.tokens, "", kept.bytes), pieces)
+            write(path, Head(artifact, kept.cached.counters, kept.cached.tokens, "", kept.bytes), pieces)
         except OSError as error:
             self._say(f"not written: {one_line(error)}")
         else:

@@ -21,11 +21,11 @@ from eagle3.runner.loop.lossless import Replay, replay
 from eagle3.runner.options import AUTO, OptionFields, Options
 from eagle3.runner.sampling.constraint import Constraint, Grammars
 from eagle3.runner.session_file import Saved, resume, save
-from eagle3.runner.stream import ABORT, Piece, Result, Stream, choose
+from eagle3.runner.stream import Piece, Result, Stream, choose
 from eagle3.runner.text.chat import check_messages
 from eagle3.runner.text.text import TOKENIZER_FILE, Text
 
-__all__ = ["ABORT", "BusyError", "Model", "Piece", "Prompt", "Result", "Stream"]
+__all__ = ["BusyError", "Model", "Piece", "Prompt", "Result", "Stream"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or the messages of a conversation, which the chat template renders."""

@@ -13,18 +13,16 @@ from eagle3.runner.hosts.session import Session
 from eagle3.runner.loop.adaptive_chain import ChainLength
 from eagle3.runner.loop.cached_tokens import CachedTokens
 from eagle3.runner.loop.choice import Choice, Greedy, MinTokens
-from eagle3.runner.loop.generation import STOP, Generation, check_request, generate
+from eagle3.runner.loop.generation import Generation, check_request, generate
 from eagle3.runner.loop.lookup_choice import LookupChoice
+from eagle3.runner.loop.results import ABORT, STOP, TokenLogprobs
 from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.options import AUTO, Options
 from eagle3.runner.sampling.constrained import Constrained, Guide
 from eagle3.runner.sampling.constraint import Constraint
-from eagle3.runner.sampling.logprobs import Logprobs, TokenLogprobs
+from eagle3.runner.sampling.logprobs import Logprobs
 from eagle3.runner.sampling.sampler import Sampler
 from eagle3.runner.text.text import Text, TextStream
-
-ABORT = "abort"
-"""The finish reason of a generation that was abandoned or interrupted before its end (vLLM's name)."""
 
 
 @dataclass(frozen=True)

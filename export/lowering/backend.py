@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -113,6 +114,23 @@ class Backend(Protocol):
         self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], plan: "Plan", /
     ) -> "tuple[ExecutorchProgramManager, dict[str, Any]]":
         """Lower the traced methods. Return the program, and entries for ``export.json`` about the compiled code."""
+
+
+class OnThisMachine:
+    """The part of a backend whose artifacts run in the memory of a machine such as this one, with weights as they are
+    loaded."""
+
+    def memory(self, _plan: "Plan", /) -> tuple[int, str]:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+
+    def footprint(self, _plan: "Plan", /) -> None:
+        return None
+
+    def suggest_flags(self, _plan: "Plan", _has: int, /) -> None:
+        return None
+
+    def pack(self, _speculator: "Eagle3Speculator", _plan: "Plan", _folder: "Path", /) -> dict[str, Any]:
+        return {}
 
 
 def load_backend(name: str) -> Backend:

@@ -1,4 +1,5 @@
-"""Quantizes the weights that a backend's recipe covers: the target's as each is read, the draft head's in place."""
+"""Quantizes the weights that a backend's recipe covers, the target's as each is read, the draft head's in place, and
+counts their bytes."""
 
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -37,3 +38,22 @@ def quantize_covered(model: nn.Module, covers: Covers, quantized: Quantized, spa
     for module in model.modules():
         if covers(module) and id(module.weight) not in spare:
             module.weight = nn.Parameter(quantized(module, module.weight.data), requires_grad=False)
+
+
+def model_bytes(
+    model: nn.Module, covers: Covers, of_weight: Callable[[Module], tuple[float, float]], plain: float
+) -> tuple[float, float]:
+    """Return the bytes of a model's weights in memory, and in the file. ``of_weight`` has the bytes per weight of a
+    covered module, ``plain`` those of any other. A tensor that head and embedding share counts twice if it is
+    quantized."""
+    counted, held, written = set(), 0.0, 0.0
+    for module in model.modules():
+        weight, own = (module.weight, of_weight(module)) if covers(module) else (None, (plain, plain))
+        for parameter in module.parameters(recurse=False):
+            covered = parameter is weight
+            key = id(parameter), covered and type(module)
+            if key not in counted:
+                counted.add(key)
+                as_held, as_written = own if covered else (plain, plain)
+                held, written = held + parameter.numel() * as_held, written + parameter.numel() * as_written
+    return held, written

@@ -71,10 +71,11 @@ PREFILL, TARGET_VERIFY, DRAFT_DECODE = "prefill", "target_verify", "draft_decode
 METHODS = (PREFILL, TARGET_VERIFY, DRAFT_DECODE)
 """Every artifact with a draft head has these; without one, the first two."""
 DECODE, FORWARD, SPECULATE = "decode", "forward", "speculate"
-TARGET_ROWS = "target_rows"
-"""The only method of the target if methods share no caches."""
 """Methods that exist only with ``--with-decode``, ``--with-forward``, and ``--speculate`` (the default for CUDA, and on
 the CPU for small models)."""
+
+TARGET_ROWS = "target_rows"
+"""The only method of the target if methods share no caches."""
 
 READ_STATE, WRITE_STATE = "read_state", "write_state"
 """Methods that exist unless the export had ``--no-sessions``."""

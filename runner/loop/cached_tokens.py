@@ -48,9 +48,7 @@ class CachedTokens:
 
     def reusable(self, prompt: Sequence[int], metadata: Metadata, draft: bool) -> int:
         """Return the number of positions that ``reuse`` would keep."""
-        other = CachedTokens()
-        other.restore(self.tokens, self.counters)
-        return other.reuse(prompt, metadata, draft)
+        return self._kept(common_prefix(prompt, self.tokens), prompt, metadata, draft)
 
     def run(self, start: int, rows: int, rollback_rows: int | None) -> None:
         """Record that the target is about to compute ``rows`` rows from position ``start`` on.
@@ -79,6 +77,15 @@ class CachedTokens:
         the computation continues.
         """
         common = common_prefix(prompt, self.tokens)
+        kept = self._kept(common, prompt, metadata, draft)
+        if not kept:
+            self.clear()
+            return 0
+        self.tokens, self.draft_slots = self.tokens[: kept + 1], min(self.draft_slots, kept, common - 1)
+        return kept
+
+    def _kept(self, common: int, prompt: Sequence[int], metadata: Metadata, draft: bool) -> int:
+        """Return how many positions are kept of a prefix of ``common`` tokens; 0 if none can be."""
         kept = min(common, len(prompt) - 1, len(self.tokens) - 1)
         if draft:
             kept = min(kept, common - 1, self.draft_slots)
@@ -86,11 +93,7 @@ class CachedTokens:
             readable = self._saved <= kept and len(prompt) - self._saved >= metadata.min_prefill
             kept = self._saved if readable else 0
         windows = [metadata.sliding_window, *([metadata.draft_sliding_window] if draft else [])]
-        if kept <= 0 or not all(still_held(kept, window, self._highest) for window in windows):
-            self.clear()
-            return 0
-        self.tokens, self.draft_slots = self.tokens[: kept + 1], min(self.draft_slots, kept, common - 1)
-        return kept
+        return max(0, kept) if all(still_held(kept, window, self._highest) for window in windows) else 0
 
 
 def still_held(position: int, window: int | None, highest: int) -> bool:

@@ -11,10 +11,10 @@ from eagle3.runner.loop.adaptive_chain import ChainLength, FixedChain
 from eagle3.runner.loop.cached_tokens import CachedTokens
 from eagle3.runner.loop.choice import Choice, Greedy
 from eagle3.runner.loop.lookup_choice import LookupChoice
+from eagle3.runner.loop.results import LENGTH, STOP
 from eagle3.runner.loop.rounds import Rounds
 from eagle3.runner.loop.statistics import GenerationStats
-
-STOP, LENGTH = "stop", "length"
+from eagle3.runner.text.checks import check_ids
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,7 @@ def check_request(metadata: Metadata, prompt: Sequence[int], max_new_tokens: int
             f"the prompt has {len(prompt)} tokens, the artifact's context {metadata.max_seq_len}: shorten the prompt, "
             "or export with a larger --max-seq-len"
         )
-    for token in prompt:
-        if not 0 <= token < metadata.vocab_size:
-            raise ValueError(f"token id {token} is outside the vocabulary 0..{metadata.vocab_size - 1}")
+    check_ids(prompt, metadata.vocab_size)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 1 or more")
     if chain_len is not None and chain_len > 0 and not metadata.has_draft:

@@ -30,20 +30,24 @@ Number number(std::string json, std::initializer_list<const char*> keys) {
   return stream ? found : 0;
 }
 
-/// A number as 1,234,567.
-std::string grouped(uint64_t value) {
+/// The text of the export.json beside `model`; "" without one.
+std::string record_beside(const std::filesystem::path& model) {
+  std::stringstream text;
+  text << std::ifstream(model.parent_path() / kRecord, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+}  // namespace
+
+std::string grouped(int64_t value) {
   std::string text = std::to_string(value);
   for (int64_t at = (int64_t)text.size() - 3; at > 0; at -= 3) text.insert(at, ",");
   return text;
 }
 
-}  // namespace
-
 std::string model_sha256(const std::string& model) {
   const std::filesystem::path path(model);
-  std::stringstream record;
-  record << std::ifstream(path.parent_path() / kRecord, std::ios::binary).rdbuf();
-  std::string json = record.str();
+  std::string json = record_beside(path);
   if (!json.empty()) {
     for (const std::string& key : {std::string("files"), path.filename().string(), std::string("sha256")}) {
       json = json_value(json, key).value_or("{}");
@@ -59,15 +63,13 @@ std::string model_sha256(const std::string& model) {
 
 Record read_record(const std::string& model) {
   const std::filesystem::path path(model);
-  std::ifstream file(path.parent_path() / kRecord, std::ios::binary);
-  if (!file) return {};
-  std::stringstream text;
-  text << file.rdbuf();
+  if (!std::filesystem::exists(path.parent_path() / kRecord)) return {};
+  const std::string text = record_beside(path);
   Record record;
   uint64_t recorded = 0;
   try {
-    recorded = number<uint64_t>(text.str(), {"files", path.filename().string().c_str(), "bytes"});
-    record.acceptance = number<double>(text.str(), {"check", "mean_acceptance_length"});
+    recorded = number<uint64_t>(text, {"files", path.filename().string().c_str(), "bytes"});
+    record.acceptance = number<double>(text, {"check", "mean_acceptance_length"});
   } catch (const Refused&) {
     throw Refused((path.parent_path() / kRecord).string() + " is not what eagle3-export writes: copy or export it again");
   }

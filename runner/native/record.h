@@ -2,6 +2,7 @@
 // hashes.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace eagle3 {
@@ -16,5 +17,8 @@ Record read_record(const std::string& model);
 
 /// The sha256 of the program at `model` in hexadecimal digits, as its export.json says; without one the file's own.
 std::string model_sha256(const std::string& model);
+
+/// A number as 1,234,567.
+std::string grouped(int64_t value);
 
 }  // namespace eagle3

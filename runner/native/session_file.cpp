@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "record.h"
 #include "sha256.h"
 #include "state.h"
 
@@ -69,13 +70,6 @@ class NewFile {
   File file_;
   Sha256 hash_;
 };
-
-/// A number as 1,234,567.
-std::string grouped(int64_t value) {
-  std::string text = std::to_string(value);
-  for (int64_t at = (int64_t)text.size() - 3; at > 0; at -= 3) text.insert(at, ",");
-  return text;
-}
 
 void check_can_save(const Metadata& metadata) {
   if (metadata.state_groups.empty()) {

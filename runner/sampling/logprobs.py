@@ -1,28 +1,13 @@
 """Log-probabilities of generated tokens under the model's own distribution."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagle3.runner.hosts.session import Step
 from eagle3.runner.loop.choice import Choice
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Natural logarithms of a softmax over the raw logits, before temperature, filters and penalties (vLLM's
-    raw_logprobs). ``top``: (id, logarithm) of the most likely tokens, the most likely first."""
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
-
-    def as_json(self) -> dict[str, Any]:
-        top = [{"token_id": token, "logprob": round(logprob, 5)} for token, logprob in self.top]
-        return {"token_id": self.token_id, "logprob": round(self.logprob, 5), "top": top}
+from eagle3.runner.loop.results import TokenLogprobs
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:

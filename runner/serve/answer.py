@@ -12,12 +12,13 @@ from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenL
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 
 from eagle3.runner.contract import Metadata
+from eagle3.runner.loop.results import ABORT, TokenLogprobs
 from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.serve.calls import read_calls
 from eagle3.runner.serve.dialogue import Dialogue, Turn
 from eagle3.runner.serve.jobs import Job
 from eagle3.runner.serve.markup import CONTENT, REASONING, TOOLS, Part
-from eagle3.runner.serve.protocol import ABORT, Delta, Outcome, TokenLogprobs
+from eagle3.runner.serve.protocol import Delta, Outcome
 from eagle3.runner.text.stop_strings import REPLACEMENT
 from eagle3.runner.text.text import Text
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from executorch.examples.llm_server.python.tool_parsers import GemmaToolCallDetector
 from transformers.utils.chat_parsing.content_parsers import parse_content
 
-from eagle3.runner.text.checks import is_unicode
+from eagle3.runner.text.checks import check_unicode
 
 Schemas = Mapping[str, dict[str, Any]]
 """The schema of the parameters of each function."""
@@ -51,7 +51,10 @@ def _object(arguments: object) -> str:
     if not isinstance(arguments, dict | None):
         raise ValueError("arguments that are no object")
     text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
-    return text if text.isascii() or is_unicode(text) else json.dumps(arguments, allow_nan=False)
+    try:
+        return check_unicode(text, "a call")
+    except ValueError:  # a lone surrogate, which JSON can escape
+        return json.dumps(arguments, allow_nan=False)
 
 
 def types_of(schema: object, root: dict[str, Any], seen: tuple[str, ...] = ()) -> set[str]:

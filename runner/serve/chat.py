@@ -19,6 +19,7 @@ from openai.types.chat.chat_completion_message_tool_call import ChatCompletionMe
 from starlette.requests import Request
 
 from eagle3.runner.contract import Metadata
+from eagle3.runner.loop.results import TokenLogprobs
 from eagle3.runner.options import Options
 from eagle3.runner.serve.answer import Answer, Call, new_id, token_logprobs, usage
 from eagle3.runner.serve.dialogue import Turn
@@ -26,7 +27,7 @@ from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.jobs import Job
 from eagle3.runner.serve.limits import MOST_LOGPROBS
 from eagle3.runner.serve.markup import CONTENT, FIELDS, REASONING, Part
-from eagle3.runner.serve.protocol import Delta, TokenLogprobs
+from eagle3.runner.serve.protocol import Delta
 from eagle3.runner.serve.requests import ChatBody, length
 from eagle3.runner.serve.service import Service
 from eagle3.runner.serve.template import Ending

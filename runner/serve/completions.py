@@ -10,10 +10,11 @@ from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 from starlette.requests import Request
 
+from eagle3.runner.loop.results import TokenLogprobs
 from eagle3.runner.serve.answer import new_id, token_text, usage
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.limits import MOST_LOGPROBS
-from eagle3.runner.serve.protocol import Echo, TokenLogprobs
+from eagle3.runner.serve.protocol import Echo
 from eagle3.runner.serve.requests import CompletionBody, check_length, length
 from eagle3.runner.serve.service import Service
 from eagle3.runner.text.text import TextStream

@@ -16,16 +16,15 @@ import torch
 
 from eagle3.runner.kept import KeptDialogues
 from eagle3.runner.loop.cached_tokens import common_prefix
+from eagle3.runner.loop.results import LENGTH, TokenLogprobs
 from eagle3.runner.loop.statistics import GenerationStats
 from eagle3.runner.model import Model, Stream
 from eagle3.runner.options import Options
 from eagle3.runner.sampling.constrained import GrammarFailed
-from eagle3.runner.sampling.logprobs import TokenLogprobs as Known
 from eagle3.runner.sampling.logprobs import token_logprobs
 from eagle3.runner.serve.protocol import (
     FAILED,
     GRAMMAR,
-    LENGTH,
     REFUSED,
     Delta,
     Echoed,
@@ -34,7 +33,6 @@ from eagle3.runner.serve.protocol import (
     Outcome,
     Request,
     Started,
-    TokenLogprobs,
 )
 
 GRAMMAR_SECONDS = (0.5, 0.001)
@@ -56,7 +54,7 @@ class Place:
 
     model: Model
     task: Task | None = None
-    scores: Generator[list[Known], None, None] | None = None
+    scores: Generator[list[TokenLogprobs], None, None] | None = None
     """The log-probabilities of the task's prompt, window by window; None if none are left to compute."""
     used: float = 0.0
     prepared: Task | None = None
@@ -183,7 +181,7 @@ class Engine:
                 if (fresh := next(place.scores, None)) is None:
                     place.scores = None
                 else:
-                    self._tell(task.number, Echoed(_plain(fresh)))
+                    self._tell(task.number, Echoed(fresh))
                 return
             piece = None if task.request.echo.alone else task.stream.advance()
             if piece is None:
@@ -193,7 +191,7 @@ class Engine:
                 if task.request.options.get("logprobs") is not None:
                     place.given += len(piece.token_ids)
                     known = task.stream.result.logprobs or []
-                    logprobs = _plain(known[place.given - len(piece.token_ids) : place.given])
+                    logprobs = known[place.given - len(piece.token_ids) : place.given]
                 told = Delta(piece.text, piece.token_ids, logprobs, piece.proposed, piece.accepted)
                 self._tell(task.number, told)
         except Exception as error:  # an error ends only its own request
@@ -218,11 +216,7 @@ def _told(error: Exception) -> tuple[str, str]:
     return kind, " ".join(str(error).split()) or type(error).__name__
 
 
-def _plain(given: Sequence[Known]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(each.token_id, each.logprob, each.top) for each in given]
-
-
-def prompt_logprobs(model: Model, prompt: Sequence[int], count: int) -> Generator[list[Known], None, None]:
+def prompt_logprobs(model: Model, prompt: Sequence[int], count: int) -> Generator[list[TokenLogprobs], None, None]:
     """Yield, for one verify window at a time, the log-probability of each token of ``prompt`` but the first, given the
     tokens before it, and the ``count`` most likely tokens. ``prefill`` cannot be used, since it returns the logits of
     its last row only.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3.runner.contract import Metadata
+from eagle3.runner.loop.results import TokenLogprobs
 from eagle3.runner.options import Options
 from eagle3.runner.serve.errors import Busy, GenerationError, Refused, Unavailable, line
 from eagle3.runner.serve.grammars import GrammarTrials
@@ -28,7 +29,6 @@ from eagle3.runner.serve.protocol import (
     Outcome,
     Request,
     Started,
-    TokenLogprobs,
 )
 
 
@@ -107,11 +107,6 @@ class Jobs:
             return sum(not job.times.started for job in self._jobs.values())
 
     @property
-    def most(self) -> int:
-        """The number of jobs that may run and wait."""
-        return self._most_waiting + self._parallel
-
-    @property
     def alive(self) -> bool:
         return self._unavailable is None
 
@@ -144,7 +139,8 @@ class Jobs:
         ``Unavailable`` if there is no process."""
         if self._unavailable is not None:
             raise Unavailable(self._unavailable)
-        if count > (most := self.most):
+        most = self._most_waiting + self._parallel
+        if count > most:
             raise Refused(
                 f"{count} choices are asked for, but at most {most} can run and wait here: ask for fewer", "n"
             )

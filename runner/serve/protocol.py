@@ -8,10 +8,9 @@ here imports torch, so that the front does not either.
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from eagle3.runner.loop.results import ABORT, TokenLogprobs
 from eagle3.runner.loop.statistics import GenerationStats
 
-ABORT, LENGTH = "abort", "length"
-"""Reasons why a generation ended, as ``eagle3.runner`` names them."""
 REFUSED, GRAMMAR, FAILED = "refused", "grammar", "failed"
 """Kinds of an ``Ended`` with an error: the model does not accept the request; its grammar failed; another error."""
 
@@ -37,14 +36,6 @@ class Request:
     echo: Echo = Echo()
     prompt: str = ""
     """The text of the tokens for a router that compares beginnings of prompts (Ray); "" if there is no router."""
-
-
-class TokenLogprobs(NamedTuple):
-    """The fields of the library's ``TokenLogprobs``."""
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
 
 
 class Started(NamedTuple):

@@ -18,6 +18,7 @@ from eagle3.runner.serve.protocol import Echo
 from eagle3.runner.serve.protocol import Request as Asked
 from eagle3.runner.serve.requests import with_own_seeds
 from eagle3.runner.system.command import tell
+from eagle3.runner.text.checks import check_ids
 from eagle3.runner.text.text import TOKENIZER_FILE, Text
 
 
@@ -50,9 +51,7 @@ class Service:
         ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
         if not prompt or not ids:
             raise ValueError("the prompt is empty: give some text")
-        for token in ids:
-            if not 0 <= token < self.metadata.vocab_size:
-                raise ValueError(f"token id {token} is outside the vocabulary 0..{self.metadata.vocab_size - 1}")
+        check_ids(ids, self.metadata.vocab_size)
         return ids
 
     @asynccontextmanager

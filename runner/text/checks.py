@@ -1,4 +1,6 @@
-"""Checks text, and shortens values for messages."""
+"""Checks text and token ids, and shortens values for messages."""
+
+from collections.abc import Iterable
 
 LONGEST_VALUE = 60  # characters of a value in a message
 
@@ -12,15 +14,6 @@ def shown(value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
-def is_unicode(text: str) -> bool:
-    """Return False for a text with a lone surrogate."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def check_unicode(text: str, name: str) -> str:
     """Return ``text``. Raises ValueError, which names it ``name``, for a lone surrogate, which no tokenizer accepts."""
     try:
@@ -28,3 +21,10 @@ def check_unicode(text: str, name: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} is not Unicode text ({error}): leave that character out") from error
     return text
+
+
+def check_ids(tokens: Iterable[int], vocab_size: int) -> None:
+    """Raise ValueError, which names it, for a token id outside the vocabulary."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary 0..{vocab_size - 1}")

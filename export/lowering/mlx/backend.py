@@ -5,7 +5,6 @@ a cache of its own (``TARGET_ROWS`` in ``eagle3.runner.contract``). Each method 
 """
 
 import importlib.util
-import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,8 @@ from torch import nn
 
 from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
 from eagle3.export.draft.loading import unfilled
-from eagle3.export.lowering.backend import Backend, StandIn
+from eagle3.export.lowering.backend import Backend, OnThisMachine, StandIn
+from eagle3.export.lowering.covered_weights import CoveredWeights, model_bytes, quantize_covered
 from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.lowering.mlx.attention import MlxAttention
 from eagle3.export.lowering.mlx.forms import MlxForms
@@ -28,20 +28,18 @@ from eagle3.export.planning.plan import Plan
 from eagle3.runner.artifact.opening import Artifact
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from executorch.exir import ExecutorchProgramManager
     from torch.export import ExportedProgram
 
-    from eagle3.export.lowering.covered_weights import CoveredWeights
     from eagle3.export.speculator.speculator import Eagle3Speculator
     from eagle3.targets.attention import AttentionFactory
 
 OVERHEAD = 1 << 30
 """The bytes of libraries and graphs during an export."""
+BFLOAT16 = 2
 
 
-class MlxBackend:
+class MlxBackend(OnThisMachine):
     """The backend, with the interface of ``eagle3.export.lowering.backend.Backend``."""
 
     dtype = torch.bfloat16
@@ -76,15 +74,6 @@ class MlxBackend:
     def stand_in(self) -> StandIn | None:
         return None if _on_apple_silicon() else StandIn("eagle3.export.lowering.mlx.program:exact_methods", _compare)
 
-    def memory(self, _plan: Plan) -> tuple[int, str]:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
-
-    def footprint(self, _plan: Plan) -> None:
-        return None
-
-    def suggest_flags(self, _plan: Plan, _has: int) -> None:
-        return None
-
     def export_bytes(self, plan: Plan) -> int:
         """Return the bytes of the draft's weights, and of all weights as the lowering packs them."""
         target, draft = recipes(plan)
@@ -99,8 +88,7 @@ class MlxBackend:
         target, draft = recipes(plan)
         return round(_model_bytes(plan.skeleton.model, target)[1] + _model_bytes(unfilled(plan.draft), draft)[1])
 
-    def conversion(self, plan: Plan) -> "CoveredWeights":
-        from eagle3.export.lowering.covered_weights import CoveredWeights
+    def conversion(self, plan: Plan) -> CoveredWeights:
         from eagle3.export.lowering.mlx.quantization import quantized
 
         recipe = recipes(plan)[0]
@@ -108,15 +96,11 @@ class MlxBackend:
 
     def prepare(self, speculator: "Eagle3Speculator", plan: Plan) -> None:
         """Quantize the draft head as the plan says."""
-        from eagle3.export.lowering.covered_weights import quantize_covered
         from eagle3.export.lowering.mlx.quantization import quantized
 
         recipe = recipes(plan)[1]
         spare = set(map(id, speculator.target.parameters()))
         quantize_covered(speculator.draft, recipe.covers, partial(quantized, recipe), spare)
-
-    def pack(self, _speculator: "Eagle3Speculator", _plan: Plan, _folder: "Path") -> dict[str, Any]:
-        return {}
 
     def describe(self, _programs: "Mapping[str, ExportedProgram]", plan: Plan) -> dict[str, Any]:
         target, draft = recipes(plan)
@@ -157,13 +141,4 @@ def _compare(artifact: Artifact, speculator: "Eagle3Speculator") -> float:
 
 def _model_bytes(model: nn.Module, recipe: Recipe) -> tuple[float, float]:
     """Return the bytes of a model's weights in memory, and in the file."""
-    counted, held, written = set(), 0.0, 0.0
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            covered = recipe.covers(module) and parameter is module.weight
-            key = id(parameter), covered and type(module)
-            if key not in counted:
-                counted.add(key)
-                as_held, as_written = recipe.bytes_of(module) if covered else (2, 2)
-                held, written = held + parameter.numel() * as_held, written + parameter.numel() * as_written
-    return held, written
+    return model_bytes(model, recipe.covers, recipe.weight_bytes, BFLOAT16)

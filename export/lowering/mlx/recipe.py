@@ -32,7 +32,7 @@ class Recipe:
     def of(self, module: nn.Module) -> str:
         return self.linear if isinstance(module, nn.Linear) else self.embedding
 
-    def bytes_of(self, module: nn.Module) -> tuple[float, float]:
+    def weight_bytes(self, module: nn.Module) -> tuple[float, float]:
         """Return the bytes per weight of a covered module: in memory, where each code takes a byte, and in the file,
         which has a scale and an offset of 16 bits for each group."""
         return 1 + 3 / self.group, (0.5 if self.of(module) == "4w" else 1) + 4 / self.group

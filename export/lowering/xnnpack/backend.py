@@ -3,7 +3,6 @@
 All methods are in one program and share the memory of the caches.
 """
 
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,13 @@ import torch
 from torch import nn
 
 from eagle3.export.draft.loading import unfilled
-from eagle3.export.lowering.backend import Backend
+from eagle3.export.lowering.backend import Backend, OnThisMachine
+from eagle3.export.lowering.covered_weights import model_bytes
 from eagle3.export.lowering.xnnpack.recipe import Recipe, recipes
 from eagle3.export.patching.tested_versions import FOR_CPU, TESTED, check_versions
 from eagle3.export.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from executorch.exir import ExecutorchProgramManager
     from torch.export import ExportedProgram
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from eagle3.targets.attention import AttentionFactory
 
 
-class XnnpackBackend:
+class XnnpackBackend(OnThisMachine):
     """The CPU backend, with the interface of ``eagle3.export.lowering.backend.Backend``. Modules that quantize and
     lower are imported only when weights are loaded, since planning does not need them."""
 
@@ -64,15 +62,6 @@ class XnnpackBackend:
     def stand_in(self) -> None:
         return None
 
-    def memory(self, _plan: Plan) -> tuple[int, str]:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
-
-    def footprint(self, _plan: Plan) -> None:
-        return None
-
-    def suggest_flags(self, _plan: Plan, _has: int) -> None:
-        return None
-
     def export_bytes(self, plan: Plan) -> int:
         return export_bytes(plan)
 
@@ -95,9 +84,6 @@ class XnnpackBackend:
 
         _, draft = recipes(plan)
         quantize(speculator.draft, draft, spare=set(map(id, speculator.target.parameters())))
-
-    def pack(self, _speculator: "Eagle3Speculator", _plan: Plan, _folder: "Path") -> dict[str, Any]:
-        return {}
 
     def describe(self, _programs: "Mapping[str, ExportedProgram]", plan: Plan) -> dict[str, Any]:
         target, draft = recipes(plan)
@@ -171,15 +157,5 @@ def _copies(model: nn.Module, recipe: Recipe) -> int:
 
 
 def _model_bytes(model: nn.Module, recipe: Recipe) -> tuple[float, float]:
-    """Return the bytes of a model's weights in memory, and in the file. A tensor that head and embedding share counts
-    twice if it is quantized."""
-    counted, held, written = set(), 0.0, 0.0
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            covered = recipe.covers(module) and parameter is module.weight
-            key = id(parameter), covered and type(module)
-            if key not in counted:
-                counted.add(key)
-                as_held, as_written = recipe.weight_bytes(module) if covered else (FLOAT, FLOAT)
-                held, written = held + parameter.numel() * as_held, written + parameter.numel() * as_written
-    return held, written
+    """Return the bytes of a model's weights in memory, and in the file."""
+    return model_bytes(model, recipe.covers, recipe.weight_bytes, FLOAT)

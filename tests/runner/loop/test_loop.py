@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from loop_cases import PROMPT, greedy, right_at, wrong
 from scripted import VOCABULARY, ScriptedSession, greedy_sequence, scripted_metadata
 
-from eagle3.runner.loop.generation import LENGTH, STOP, complete, generate
+from eagle3.runner.loop.generation import complete, generate
+from eagle3.runner.loop.results import LENGTH, STOP
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from eagle3.runner.conversation import Conversation
-from eagle3.runner.loop.generation import STOP, complete
+from eagle3.runner.loop.generation import complete
+from eagle3.runner.loop.results import STOP
 from eagle3.runner.model import Model
 from eagle3.runner.text.text import Text
 from eagle3.targets import TARGETS
