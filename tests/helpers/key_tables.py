@@ -154,7 +154,7 @@ BENCH = {
 }
 PLAN = {
     "target": "name or family of the target",
-    "backend": "`cuda` or `xnnpack`",
+    "backend": "`cuda`, `xnnpack` or `mlx`",
     "methods[].name": "a method that would be made",
     "methods[].min_len": "its fewest rows",
     "methods[].max_len": "its most rows",
@@ -195,7 +195,7 @@ MANIFEST = {
     "qlinear": "form of the target's linears",
     "draft_qlinear": "form of the head's linears",
     "kv_cache": "CUDA: form of the caches of full attention",
-    "backend": "`cuda` or `xnnpack`",
+    "backend": "`cuda`, `xnnpack` or `mlx`",
     "random_weights": "true if the weights are random",
     "packages": "versions that made it",
     "repositories": "name and commit of what came from the hub",

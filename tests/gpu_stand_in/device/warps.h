@@ -52,7 +52,6 @@ static uint8_t shared_bytes[SHARED_MOST], *stacks;
 static Barrier barriers[SHARED_MOST / 8];
 static std::vector<Piece> on_the_way;
 static jmp_buf scheduler;
-static ucontext_t home;
 
 [[noreturn]] static void fail(const char* what) {
   snprintf(error, sizeof error, "%s (program %u, thread %d)", what, blockIdx.y, running);

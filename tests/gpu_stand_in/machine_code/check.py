@@ -102,10 +102,6 @@ def _blocks(
             code = kernels.get(method, {}).get(entry["kernel"])
             if code is None:
                 yield f"{method} has no kernel {entry['kernel']}, which export.json has"
-            elif usages[code].threads not in {
-                0,
-                entry["threads"],
-                *(card["threads"] for card in entry.get("cards", ())),
-            }:
+            elif usages[code].threads not in {0, *(each["threads"] for each in (entry, *entry.get("cards", ())))}:
                 told = f"{entry['threads']} threads in export.json, {usages[code].threads} in its code"
                 yield f"kernel {entry['kernel']} of {method} has {told}"

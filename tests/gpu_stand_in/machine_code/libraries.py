@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3.runner.artifact.cuda_library import read_library, runs_on
+from eagle3.runner.artifact.cuda_library import read_library, runs_on, served
 from eagle3.runner.artifact.cuda_weights import WeightTable
 from eagle3.runner.artifact.gpu_needs import naming, weight_tables
 from eagle3.runner.artifact.pte import read_pte
@@ -46,7 +46,7 @@ def architectures(
     """Map each architecture that all kernels have code for to the first line of ``excesses``, None if every launch
     fits. ``images``: (form, architecture) of each kernel's code (``cuda_library.images_of``)."""
     found = {}
-    for arch, gpu in BY_ARCH.items():
-        if all(any(runs_on(*image, gpu.capability) for image in each) for each in images.values()):
-            found[arch] = next(excesses(launches_on(launches, gpu.arch), arch, gpu.shared_memory_per_block), None)
+    for arch in served(images.values()):
+        gpu = BY_ARCH[arch]
+        found[arch] = next(excesses(launches_on(launches, gpu.arch), arch, gpu.shared_memory_per_block), None)
     return found

@@ -85,14 +85,9 @@ def test_the_rounds_of_a_stream_add_up_to_its_statistics(model):
 def test_every_character_has_the_author_of_its_last_token(model, text, sizes, accepted):
     """The text is cut into tokens and rounds anywhere, with reasoning separated."""
     ids = model.text.tokenizer.encode("<|channel>thought\n" + text + "<channel|>" + text, add_special_tokens=False).ids
-    authors, splitter = Authors(model.text, model.metadata, {"skip_special_tokens": False}), Splitter(CHANNEL)
-    stream, said, place, ends, whole = (
-        Authors(model.text, model.metadata, {"skip_special_tokens": False})._stream,
-        [],
-        0,
-        [],
-        "",
-    )
+    given = model.text, model.metadata, {"skip_special_tokens": False}
+    authors, splitter = Authors(*given), Splitter(CHANNEL)
+    stream, said, place, ends, whole = Authors(*given)._stream, [], 0, [], ""
     while place < len(ids):
         size = sizes[len(said) % len(sizes)]
         fresh = ids[place : place + size]
