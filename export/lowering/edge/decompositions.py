@@ -37,13 +37,15 @@ from eagle3.export.lowering.edge.functional_graph import FunctionalGraph
 from eagle3.export.lowering.edge.operator_traces import LeftToPyTorch, Traces
 
 _INNER = torch.ops.export.access_subclass_inner_tensor.default
+_COPY = torch.ops.aten.copy.default
 
 
 def decomposed(program: ExportedProgram, table: dict[OpOverload, Callable]) -> ExportedProgram | None:
     """Return the same program as ``program.run_decompositions(table)``, except for the names of nodes.
 
-    Returns None if the program has a part that only PyTorch's own function handles: an operator that changes any input
-    but one whole buffer, a higher-order operator, or a tensor subclass nested in another.
+    Returns None if the program has a part that only PyTorch's own function handles: an operator that changes something
+    else than a whole buffer or (a part of) another operator's result, a higher-order operator, or a tensor subclass
+    nested in another.
     """
     composites, operators = _split_decomp_table_to_cia_and_python_decomp(dict(table))
     fake = next((val for node in program.graph.nodes if isinstance(val := node.meta.get("val"), FakeTensor)), None)
@@ -128,12 +130,18 @@ class _Decomposition:
         """Add the output node, with changed buffers first, and return the specifications of its parts."""
         buffers = [spec.target for spec in self.inputs if spec.target in self.new.changed]
         results = map_arg(output.args[0], lambda each: self.new.value(each, output))
-        placed = self.new.graph.output((*(self.new.changed[buffer] for buffer in buffers), *results))
+        written = [self.new.changed[buffer] for buffer in buffers]
+        placed = self.new.graph.output((*written, *results))
         placed.meta = dict(output.meta)
         self.new.graph.eliminate_dead_code()
+        for value in written:  # as PyTorch does, since the program copies its outputs to the buffers anyway
+            if value.target is _COPY:
+                value.replace_all_uses_with(value.args[1])
+                self.new.graph.erase_node(value)
+        written, results = placed.args[0][: len(buffers)], placed.args[0][len(buffers) :]
         specs = [
-            OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(self.new.changed[buffer].name), buffer)
-            for buffer in buffers
+            OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(value.name), buffer)
+            for value, buffer in zip(written, buffers, strict=True)
         ]
         for spec, result in zip(self.program.graph_signature.output_specs, results, strict=True):
             if spec.kind != OutputKind.USER_OUTPUT or not isinstance(spec.arg, TensorArgument):

@@ -32,6 +32,8 @@ _ATEN = torch.ops.aten
 _NOTHING: Mapping[Node, Node] = MappingProxyType({})
 _RENAMED = {_ATEN.item.default: _ATEN._local_scalar_dense.default}
 """The operator ``item``. It cannot be traced alone, since each trace makes a new unknown number."""
+_SCATTER = {_ATEN.slice.Tensor: _ATEN.slice_scatter.default, _ATEN.select.int: _ATEN.select_scatter.default}
+"""Operators that return a part of a tensor, to those that return a tensor with another part."""
 _OPAQUE = frozenset((_ATEN.lift_fresh_copy.default, _ATEN.lift_fresh.default))
 """Operators whose trace depends on the operator that made their input."""
 
@@ -49,7 +51,7 @@ class FunctionalGraph:
         self.now: dict[Node, Node | tuple[Node, ...]] = {}
         self.same: dict[Node, Node] = {}
         self.views: dict[Node, tuple[Node, tuple[Node, ...]]] = {}
-        self.generation = {_changed(node): 0 for node in old.nodes if _is_changing(node.target)}
+        self.generation = {_base(_changed(node)): 0 for node in old.nodes if _is_changing(node.target)}
         self.made_at: dict[Node, int] = {}
         self.numbers: dict[object, Node] = {}
         self.changed: dict[str, Node] = {}
@@ -187,6 +189,15 @@ class FunctionalGraph:
             del made.meta["from_node"]
         return made
 
+    def _decomposed(self, made: Node, origin: Node) -> Node:
+        """Return the decomposition, with the metadata of ``origin``, of a new node, which it replaces."""
+        trace = self.traces.of(made)
+        if trace is None:
+            return made
+        result = self._emitted(made, trace, lambda each: each, origin)
+        self.graph.erase_node(made)
+        return result
+
     def _noted(self, node: Node) -> Node:
         size = node.meta.get("val")
         if isinstance(size, SymInt):
@@ -196,11 +207,16 @@ class FunctionalGraph:
     def _change(self, node: Node) -> None:
         """Replace an operator that changes its input by one that returns the new value, as PyTorch does."""
         changed = self.same.get(_changed(node), _changed(node))
+        if changed in self.views:
+            self._change_part(node, changed)
+            return
         buffer = self.buffers.get(changed.name)
-        if buffer is None:
+        if node.target.namespace == "aten":
             self.now[changed] = self._returned(node, changed)
             self.same[node] = changed
-        elif node.users or node.target.namespace == "aten":
+            if buffer is not None:
+                self.changed[buffer] = self.now[changed]
+        elif buffer is None or node.users:
             raise LeftToPyTorch
         else:
             arguments = [argument.name for argument in node.target._schema.arguments]
@@ -213,13 +229,35 @@ class FunctionalGraph:
             self.now[changed] = self.changed[buffer] = self._made(operator.getitem, (made, 1), {}, node)
         self.generation[changed] += 1
 
+    def _change_part(self, node: Node, changed: Node) -> None:
+        """Replace a ``copy_`` into a part of an operator's result by operators that return the whole, as PyTorch
+        does."""
+        base, steps = self.views[changed]
+        if node.target is not _ATEN.copy_.default or any(step.target not in _SCATTER for step in steps):
+            raise LeftToPyTorch
+        if base.op != "call_function" or may_share(base.target):
+            raise LeftToPyTorch
+        args, kwargs = map_arg((node.args, node.kwargs), self._values_for(node))
+        part = self._made(_ATEN.copy.default, args, kwargs, node)
+        filled = part.meta["val"]
+        part.meta["val"] = filled.new_empty_strided(filled.shape, filled.stride())  # without the part's offset
+        wholes = [self.now[base]]
+        for step in steps[:-1]:
+            wholes.append(self._copied(step, self._values_for(node, {step.args[0]: wholes[-1]}), node))
+        for step, whole in zip(reversed(steps), reversed(wholes), strict=True):
+            places, options = map_arg((step.args[1:], step.kwargs), self._values_for(node))
+            part = self._decomposed(self._made(_SCATTER[step.target], (whole, part, *places), options, node), node)
+        self.now[base], self.same[node] = part, changed
+        self.generation[base] += 1
+
     def _returned(self, node: Node, changed: Node) -> Node:
-        """Add the ATen operator that returns the new value of ``changed``, which must be the result of an operator."""
+        """Add the ATen operator that returns the new value of ``changed``: a whole buffer, or an operator's result."""
         operators = getattr(_ATEN, node.target.overloadpacket.__name__.removesuffix("_"), None)
         functional = getattr(operators, node.target._overloadname, None)
         if functional is None or self.traces.is_decomposed(functional):
             raise LeftToPyTorch
-        if changed.op != "call_function" or changed in self.views or may_share(changed.target):
+        computed = changed.op == "call_function" and not may_share(changed.target)
+        if not computed and changed.name not in self.buffers:
             raise LeftToPyTorch
         args, kwargs = map_arg((node.args, node.kwargs), self._values_for(node))
         made = self._made(functional, args, kwargs, node)
@@ -246,6 +284,13 @@ def _changed_place(node: Node) -> int:
 
 def _changed(node: Node) -> Node:
     return node.args[_changed_place(node)]
+
+
+def _base(node: Node) -> Node:
+    """Return the value of which a changed node is a part, or the node itself."""
+    while node.target in _SCATTER:
+        node = node.args[0]
+    return node
 
 
 def _source(node: Node) -> NodeSource:

@@ -15,7 +15,10 @@ from torch.utils import _pytree as pytree
 
 SIZE = torch.ops.aten.sym_size.int
 COMPARISONS = frozenset((operator.ge, operator.le))
-PLAIN = frozenset((operator.getitem, operator.add, operator.sub, operator.mul, SIZE)) | COMPARISONS
+PLAIN = (
+    frozenset((operator.getitem, operator.add, operator.sub, operator.mul, operator.neg, operator.floordiv, SIZE))
+    | COMPARISONS
+)
 """Targets of nodes that are not operators on tensors; these nodes are kept."""
 
 

@@ -109,6 +109,47 @@ class Caches(nn.Module):
         return first + before.sum(), self.key.flatten(2) @ whole.transpose(1, 2), self.value.sum() + 2 * x.shape[0]
 
 
+class States(nn.Module):
+    """Buffers that are written whole, one of them twice, with reads and views from before, between and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("state", torch.zeros(1, 4, 8))
+        self.register_buffer("saved", torch.zeros(1, 4, 8), persistent=False)
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x, positions):
+        start = positions[0].item()
+        torch._check(start >= 0)
+        before, old = self.state.flatten(1), self.saved * 2
+        self.state.copy_(x.sum(0).expand(1, 4, 8) + old)
+        self.count.copy_(positions[-1:] + 1)
+        between = self.state.flatten(1) + before
+        self.state.copy_(torch.where(positions[0] > 0, self.state * 3, self.state))
+        self.saved.copy_(self.state.clone())
+        self.total.add_(x.sum(0))
+        after = self.state.transpose(1, 2).sum(-1)
+        return between, after, self.count.to(x.dtype), x * -start, self.saved[:, 1:] * 2, self.total * 2
+
+
+class Slices(nn.Module):
+    """Values of which parts are written, with views from before and after."""
+
+    def forward(self, x):
+        y = x * 2
+        before = y.view(-1, 2, 4)[:, 1]
+        y[..., 1:6:3] = x[..., 1:6:3]
+        between = y.sum(-1, keepdim=True)
+        y[1:2] = between[1:2]
+        freqs = torch.cos(x.expand(3, -1, -1) * 2)
+        first = freqs[0]  # as in the rotary embedding of Qwen 3.5
+        first[..., 1:5:3] = freqs[1, ..., 1:5:3]
+        filled = x.new_empty(x.shape[0], 3, 8)
+        filled[..., :5], filled[..., 5:] = y[:, None, :5], x[:, None, :1]
+        return before + 1, y * 3, between, filled.transpose(1, 2), torch.cat((first, first), -1)
+
+
 class InPlace(nn.Module):
     """Values that change in place, with views from before and after the change."""
 
@@ -142,6 +183,8 @@ class Linears(nn.Module):
 CASES = {
     "composites": (Composites, torch.randn(5, 8)),
     "caches": (Caches, torch.randn(5, 8), torch.arange(5)),
+    "states": (States, torch.randn(5, 8), torch.arange(5)),
+    "slices": (Slices, torch.randn(5, 8)),
     "in place": (InPlace, torch.randn(5, 8)),
     "linears": (Linears, torch.randn(5, 8)),
 }
@@ -164,22 +207,6 @@ class PartChanged(nn.Module):
         y = x * 2
         y[:, 1] += 1
         return y
-
-
-class BufferChanged(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("total", torch.zeros(8))
-
-    def forward(self, x):
-        self.total.add_(x.sum(0))
-        return x + self.total
-
-
-class BufferWritten(BufferChanged):
-    def forward(self, x):
-        self.total.copy_(x.sum(0))
-        return x * 2
 
 
 class Lifted(nn.Module):
@@ -219,8 +246,6 @@ class Constant(nn.Module):
 
 LEFT = (
     PartChanged,
-    BufferChanged,
-    BufferWritten,
     Lifted,
     DecomposedInPlace,
     OfAnotherType,
