@@ -352,7 +352,7 @@ def test_a_reload_keeps_the_dialogue(sent, model, artifact, held):
         page.open(server.url.removesuffix("v1"))
         page.until(ENDED, 3)
         held.set()
-        assert page.run(TOLD).endswith("the page was left before its end")
+        assert page.run(TOLD).endswith("you left before its end")
         page.click("#fresh")
         page.open(server.url.removesuffix("v1"))
         page.until(READY)
