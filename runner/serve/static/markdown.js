@@ -11,7 +11,7 @@ const ENTITY = /(&(?:#\d{1,7}|#x[\da-f]{1,6}|[a-z]\w{1,30});)/i;
 const SIGNS = [
   [/^ {0,3}(```|~~~)/m, true],
   [/^(import [\w.]+( as \w+)?;?|from [\w.]+ import .+|(async )?(def|class|func|fn|function) \w.*[:{])\r?\n/m, false],
-  [/^((if|for|while|with) .+:|[\w.]+\(.*\)|#(include|!).*|[^-*+>|\\\d\s].*[{;]|[\])}]+[;,]?|\{)\r?\n/m, false],
+  [/^((if|for|while|with) .+:|(print|console\.log)\(.*|#(include|!).*|[^-*+>|\\\d\s].*[{;]|[\])}]+[;,]?|\{)\r?\n/m, false],
   [/(^|[\s(])\*\*[^\s*]([^*\n]*[^\s*])?\*\*/m, true],
   [/^\|?[ \t]*:?-{3,}:?[ \t]*\|/m, true],
   [/\]\(https?:/, true],

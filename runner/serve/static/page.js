@@ -184,10 +184,10 @@ function edit(turn) {
   at("words").focus();
 }
 
-function open(id) {
+function open(id, options) {
   part(id);
   const dialogue = kept(id);
-  setOptions(dialogue?.options);
+  setOptions(options ?? dialogue?.options);
   for (const { text, reply } of dialogue?.turns ?? []) {
     if (reply.reason === "left" && !reply.said.length) at("words").value = text;
     else (turnOf(text).reply = replyTo(turns.at(-1))).restore(reply);
@@ -282,8 +282,7 @@ at("options").addEventListener("invalid", ({ target }) => {
   tell(new Problem(`${name} ${target.value} is not taken: ${target.validationMessage}`));
 }, true);
 if (localStorage.getItem(THEME)) document.documentElement.dataset.theme = localStorage.getItem(THEME);
-const before = JSON.parse(sessionStorage.getItem(TAB) ?? "{}");
-setOptions(before.options);
 beginFollowing(document.querySelector("main"), at("composer"));
-open(before.current ?? current);
+const tab = JSON.parse(sessionStorage.getItem(TAB) ?? "{}");
+open(tab.current ?? current, tab.options);
 begin();

@@ -98,7 +98,7 @@ def test_the_page_follows_each_answer_to_its_end(sent, model, artifact, held, si
         page.until("return document.querySelectorAll('.answer')[2]?.querySelectorAll('.token').length > 20")
         held.clear()
         page.until("return document.querySelectorAll('.answer').length == 3")
-        assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".token")
+        assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".words .token")
         held.set()
         page.until(ENDED, 3)
         assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
