@@ -92,15 +92,15 @@ def test_a_dialogue_shows_answers_and_authors(chromium, server, model):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_page_follows_each_answer_to_its_end(sent, model, artifact, held, size):
     with served([model], artifact, **saying(LONG)) as server:
-        page = sent(server, "one", "two", size=size)
+        page = sent(server, "one", size=size)
         assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
-        sent(server, "three", ended=False)
-        page.until("return document.querySelectorAll('.answer')[2]?.querySelectorAll('.token').length > 20")
+        sent(server, "two", ended=False)
+        page.until("return document.querySelectorAll('.answer')[1]?.querySelectorAll('.token').length > 20")
         held.clear()
-        page.until("return document.querySelectorAll('.answer').length == 3")
+        page.until("return document.querySelectorAll('.answer').length == 2")
         assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".words .token")
         held.set()
-        page.until(ENDED, 3)
+        page.until(ENDED, 2)
         assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
 
 
