@@ -15,6 +15,7 @@ const SIGNS = [
   [/(^|[\s(])\*\*[^\s*]([^*\n]*[^\s*])?\*\*/m, true],
   [/^\|?[ \t]*:?-{3,}:?[ \t]*\|/m, true],
   [/\]\(https?:/, true],
+  [/^[\w.]+(\(.*\)|(\[.*\])? [-+*/|]?= .+)\r?\n/m, false], // formulas have the same form as assignments and calls
 ];
 
 // Returns a function of a text that grows. It returns true if the text is Markdown, false if it is a program, and

@@ -24,6 +24,7 @@ TAKE = """
 PROGRAM = "## settings\nimport os\n\n## the size of a [file](https://example.org)\ndef size(path):\n    return 4\n"
 # For each text, whether it is drawn as Markdown; None if it is drawn as earlier answers were.
 KINDS = {PROGRAM: False, f"```python\n{PROGRAM}```\n": True, "print(**a,**b)\nx = {\n": False, "# Title\n\n- a\n": None}
+KINDS |= {"## four\nx = 4\n": False, "**Four**\n\nx = 4\n": True}
 KINDS["Use **with**:\n\n- it closes;\n- it waits {\n\n\\frac{a}{b};\nf(x) = g(x)\n"] = True
 
 
