@@ -22,10 +22,9 @@ export function kept(id) {
   }
 }
 
-// Returns the id, the title and the time of each dialogue, the newest first.
+// Returns all dialogues with their ids, the newest first.
 export function list() {
   const ids = Object.keys(localStorage).filter((key) => key.startsWith(PREFIX)).map((key) => key.slice(PREFIX.length));
-  const all = ids.map((id) => ({ id, dialogue: kept(id) })).filter(({ dialogue }) => dialogue);
-  return all.map(({ id, dialogue }) => ({ id, title: dialogue.turns[0].text.slice(0, 100), time: dialogue.time }))
-    .sort((one, other) => other.time - one.time);
+  const all = ids.map((id) => ({ id, ...kept(id) })).filter(({ turns }) => turns);
+  return all.sort((one, other) => other.time - one.time);
 }

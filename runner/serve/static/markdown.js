@@ -6,12 +6,13 @@ import { Lexer } from "./marked.esm.js";
 
 const LINK = /^(https?|mailto):/i;
 const ENTITY = /(&(?:#\d{1,7}|#x[\da-f]{1,6}|[a-z]\w{1,30});)/i;
-// What a line shows of its text, the strongest first: true for Markdown, false for a program, which must be shown unchanged.
-// Comments of programs also have bold words, links and lines that begin with #, so only a fence outweighs code.
+// Signs of what a text is, the strongest first: true for Markdown, false for a program, which must be shown unchanged.
+// Comments of programs also have bold words, links and lines that begin with #, so only a fence is stronger than code.
 const SIGNS = [
   [/^ {0,3}(```|~~~)/m, true],
   [/^(import [\w.]+( as \w+)?;?|from [\w.]+ import .+|(async )?(def|class|func|fn|function) \w.*[:{])\r?\n/m, false],
-  [/^((if|for|while|with) .+:|(print|console\.log)\(.*|#(include|!).*|[^-*+>|\\\d\s].*[{;]|[\])}]+[;,]?|\{)\r?\n/m, false],
+  [/^((if|for|while|with) .+:|(print|console\.log)\(.*|#(include|!).*)\r?\n/m, false],
+  [/^([^-*+>|\\\d\s].*[{;]|[\])}]+[;,]?|\{)\r?\n/m, false],
   [/(^|[\s(])\*\*[^\s*]([^*\n]*[^\s*])?\*\*/m, true],
   [/^\|?[ \t]*:?-{3,}:?[ \t]*\|/m, true],
   [/\]\(https?:/, true],

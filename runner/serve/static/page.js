@@ -40,7 +40,7 @@ function show() {
 function turnOf(text) {
   const turn = { text, question: made("li", "question", at("turns")), reply: null };
   made("div", "asked", turn.question).textContent = text;
-  button("Edit", "edit", made("div", "deeds", turn.question), () => edit(turn)).title = "Ask otherwise, in a new dialogue";
+  button("Edit", "edit", made("div", "deeds", turn.question), () => edit(turn)).title = "Begins a new dialogue";
   turns.push(turn);
   return turn;
 }
@@ -156,7 +156,8 @@ function remember() {
 
 function save() {
   if (gone) return;
-  const said = turns.map(({ text, reply, asked }) => ({ text, reply: { ...reply.kept, ...(asked && { reason: "left" }) } }));
+  const keptOf = ({ reply, asked }) => ({ ...reply.kept, ...(asked && { reason: "left" }) });
+  const said = turns.map((turn) => ({ text: turn.text, reply: keptOf(turn) }));
   try {
     keep(current, { options: options(), turns: said });
   } catch {
@@ -204,14 +205,16 @@ function setOptions(values = {}) {
 
 function listDialogues() {
   at("kept").replaceChildren();
-  for (const { id, title, time } of list()) {
+  for (const { id, turns: [{ text }], time } of list()) {
+    const title = text.slice(0, 100);
     const row = made("li", "", at("kept"));
     const entry = button(title, "entry", row, () => {
       open(id);
       at("dialogues").hidePopover();
     });
     entry.ariaCurrent = id === current;
-    made("small", "", entry).textContent = new Date(time).toLocaleString([], { dateStyle: "short", timeStyle: "short" });
+    const date = new Date(time).toLocaleString([], { dateStyle: "short", timeStyle: "short" });
+    made("small", "", entry).textContent = date;
     button("Delete", "delete", row, () => {
       if (id === current) part(newId());
       forget(id);

@@ -82,8 +82,8 @@ export class Reply {
     this.figures.textContent = this.summary;
   }
 
-  // Draws what has arrived, once per frame at most. A long text is drawn less often, so that the pauses grow with it, and
-  // all drawing takes a time linear in its length.
+  // Draws what has arrived, at most once per frame. The pauses grow with the time of a drawing, so all drawings
+  // together take a time linear in the length of the text.
   draw() {
     if (this.due) return;
     this.due = true;
