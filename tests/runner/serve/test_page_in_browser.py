@@ -122,7 +122,7 @@ def test_the_page_does_not_scroll_a_reader_who_scrolled_up(sent, model, artifact
 
 def test_a_full_context_offers_a_new_dialogue(sent, model, artifact):
     with served([model], artifact, ignore_eos=True) as server:
-        page = sent(server, "one")
+        page = sent(server, "word " * 800)
         assert page.run(PROBLEM) == "The context is full: it has 1024 tokens."
         assert "it ends where the context is full" in page.run(TOLD)
         sent(server, "two", ended=False)
