@@ -1,26 +1,36 @@
 // Shows Markdown as elements of the page, in which each token still has its author. marked.esm.js parses, and this file
 // makes the elements. No text of a model is ever used as HTML, and nothing is loaded: an image becomes a link.
 
+import { copyButton, made } from "./elements.js";
 import { Lexer } from "./marked.esm.js";
 
 const LINK = /^(https?|mailto):/i;
 const ENTITY = /(&(?:#\d{1,7}|#x[\da-f]{1,6}|[a-z]\w{1,30});)/i;
-// Signs that occur only in Markdown: a fence, bold, a table, a link. Bullets, lines that begin with # and back quotes
-// also occur in programs, which must be shown unchanged.
+// Signs of what a text is, the strongest first: true for Markdown, false for a program, which must be shown unchanged.
+// Comments of programs also have bold words, links and lines that begin with #, so only a fence is stronger than code.
 const SIGNS = [
-  /^ {0,3}(```|~~~)/m,
-  /(^|[\s(])\*\*[^\s*]([^*\n]*[^\s*])?\*\*/m,
-  /^\|?\s*:?-{3,}:?\s*\|/m,
-  /\]\(https?:/,
+  [/^ {0,3}(```|~~~)/m, true],
+  [/^(import [\w.]+( as \w+)?;?|from [\w.]+ import .+|(async )?(def|class|func|fn|function) \w.*[:{])\r?\n/m, false],
+  [/^((if|for|while|with) .+:|(print|console\.log)\(.*|#(include|!).*)\r?\n/m, false],
+  [/^([^-*+>|\\\d\s].*[{;]|[\])}]+[;,]?|\{)\r?\n/m, false],
+  [/(^|[\s(])\*\*[^\s*]([^*\n]*[^\s*])?\*\*/m, true],
+  [/^\|?[ \t]*:?-{3,}:?[ \t]*\|/m, true],
+  [/\]\(https?:/, true],
+  [/^[\w.]+(\(.*\)|(\[.*\])? [-+*/|]?= .+)\r?\n/m, false], // formulas have the same form as assignments and calls
 ];
 
-export const isMarkdown = (text) => SIGNS.some((sign) => sign.test(text));
-
-export function made(name, className, parent) {
-  const element = document.createElement(name);
-  if (className) element.className = className;
-  parent.append(element);
-  return element;
+// Returns a function of a text that grows. It returns true if the text is Markdown, false if it is a program, and
+// undefined if nothing shows it yet. A finished line is read once.
+export function judge() {
+  let from = 0;
+  let strongest = SIGNS.length;
+  return (text) => {
+    const lines = text.slice(from);
+    from = text.lastIndexOf("\n") + 1;
+    const found = SIGNS.slice(0, strongest).findIndex(([sign]) => sign.test(lines));
+    if (found >= 0) strongest = found;
+    return SIGNS[strongest]?.[1];
+  };
 }
 
 // A part of the answer: its text, and the index in the answer of each of its characters.
@@ -134,11 +144,14 @@ export class Markdown {
     else if (type === "list") this.list(token, stretch, parent);
     else if (type === "table") this.table(token, stretch, parent);
     else if (type === "code") {
-      const shown = made("pre", "", parent);
+      const box = made("div", "code", parent);
+      const shown = made("pre", "", box);
       shown.tabIndex = 0; // so that the keyboard can scroll it
       const fence = token.codeBlockStyle === "indented" ? 0 : stretch.text.indexOf("\n") + 1;
       this.say(stretch.slice(fence).lines(text), made("code", "", shown));
-    } else this.say(stretch, made("p", "", parent)); // HTML, as it was written
+      copyButton(box, () => text);
+    } else if (type === "checkbox") this.inline(token, stretch, parent);
+    else this.say(stretch, made("p", "", parent)); // HTML, as it was written
   }
 
   list({ ordered, start, items }, stretch, parent) {
@@ -179,6 +192,7 @@ export class Markdown {
     else if (type === "checkbox") {
       const box = made("input", "", parent);
       Object.assign(box, { type: "checkbox", disabled: true, checked: token.checked });
+      box.ariaLabel = token.checked ? "done" : "to do";
     } else if (type === "escape") this.say(stretch.slice(1), parent);
     else if (type === "html") this.say(stretch, parent);
     else this.entities(stretch, parent);

@@ -1,21 +1,21 @@
-import { chat, hasKey, keep, model, Problem, waiting } from "./api.js";
+import { chat, hasKey, keep as keepKey, model, Problem, waiting } from "./api.js";
+import { forget, keep, kept, list, newId } from "./dialogues.js";
+import { button, copyButton, made } from "./elements.js";
 import { begin as beginFollowing, follow } from "./follow.js";
-import { made } from "./markdown.js";
 import { Reply } from "./reply.js";
 
-const DIALOGUE = `eagle3-serve-dialogue ${location.pathname}`;
+const TAB = `eagle3-serve-tab ${location.pathname}`;
 const THEME = "eagle3-serve-theme";
+const OPTIONS = ["system", "temperature", "longest", "seed", "markdown"];
 const at = (id) => document.getElementById(id);
 const turns = []; // for each question: its text and element, its reply, and `asked`, true while the reply is generated
+let current = newId(); // the dialogue
 let leaving = null; // aborts the answer that is being generated
 let context = Infinity; // tokens
 let gone = false; // true once the reader leaves the page: results of running requests are then ignored
 
 const number = (id) => (at(id).value === "" ? undefined : Number(at(id).value));
 const asMarkdown = () => ({ always: true, never: false })[at("markdown").value];
-
-// A new reply is shown as Markdown from its first word if an earlier answer was Markdown.
-const expected = () => asMarkdown() ?? (turns.some(({ reply }) => reply?.markdown) || undefined);
 
 function messages() {
   const system = at("system").value.trim();
@@ -28,6 +28,7 @@ function messages() {
 }
 
 function show() {
+  at("welcome").hidden = turns.length > 0;
   const sum = (name) => turns.reduce((total, { reply }) => total + (reply?.counts[name] ?? 0), 0);
   const drafts = sum("proposing");
   at("acceptance").textContent = drafts ? (1 + sum("accepted") / drafts).toFixed(2) : "–";
@@ -36,38 +37,21 @@ function show() {
   at("rate").textContent = seconds >= 0.05 ? Math.round(sum("tokens") / seconds) : "–";
 }
 
-function item(className, text) {
-  const element = made("li", className, at("turns"));
-  element.textContent = text;
-  return element;
+function turnOf(text) {
+  const turn = { text, question: made("li", "question", at("turns")), reply: null };
+  made("div", "asked", turn.question).textContent = text;
+  button("Edit", "edit", made("div", "deeds", turn.question), () => edit(turn)).title = "Begins a new dialogue";
+  turns.push(turn);
+  return turn;
 }
 
 function replyTo(turn) {
-  const reply = new Reply(item("answer", ""), expected());
+  // A new reply is shown as Markdown from its first word if an earlier answer was Markdown.
+  const reply = new Reply(made("li", "answer", at("turns")), asMarkdown(), turns.some(({ reply }) => reply?.markdown));
   const deeds = made("div", "deeds", reply.root.querySelector(".told"));
-  button("Copy", "copy", deeds, async ({ target }) => {
-    await copy(reply.text);
-    target.textContent = "Copied";
-    setTimeout(() => (target.textContent = "Copy"), 1500);
-  });
+  copyButton(deeds, () => reply.text);
   button("Retry", "retry", deeds, () => !leaving && turns.at(-1) === turn && answer(turn));
   return reply;
-}
-
-function button(text, className, parent, click) {
-  const element = made("button", `quiet ${className}`, parent);
-  Object.assign(element, { type: "button", textContent: text });
-  element.addEventListener("click", click);
-}
-
-// Browsers offer the clipboard only to encrypted pages and to pages of this machine.
-async function copy(text) {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const field = made("textarea", "unseen", document.body);
-  field.value = text;
-  field.select();
-  document.execCommand("copy");
-  field.remove();
 }
 
 function busy(is) {
@@ -99,7 +83,6 @@ function saying(reply) {
 
 // Requests the answer to a question, or a new one. An earlier answer comes back if the new one stays empty.
 async function answer(turn) {
-  at("welcome").hidden = true;
   at("problem").hidden = true;
   const before = turn.reply;
   before?.root.remove();
@@ -108,6 +91,7 @@ async function answer(turn) {
   turn.asked = true;
   const mine = (leaving = new AbortController());
   busy(true);
+  show();
   follow();
   const told = saying(reply);
   let problem = null;
@@ -128,17 +112,17 @@ async function answer(turn) {
     if (error.name !== "AbortError") problem = error;
   }
   told();
-  if (leaving !== mine) return; // a new dialogue was begun meanwhile
+  if (leaving !== mine) return; // another dialogue was opened meanwhile
   leaving = null;
   turn.asked = false;
   const full = reply.context >= context;
   reply.end(problem ? "broken" : mine.signal.aborted ? "stopped" : full ? "full" : reply.reason);
   if (!reply.text && (problem || mine.signal.aborted)) giveBack(turn, before);
   show();
-  save();
   if (problem) tell(problem);
   else at("status").textContent = reply.summary;
   if (full) tell(new Problem(`The context is full: it has ${context} tokens.`, "context_length_exceeded"));
+  save();
   busy(false);
 }
 
@@ -165,47 +149,80 @@ function askKey() {
   at("ask-key").showModal();
 }
 
-function clear() {
+// The tab keeps which dialogue it shows, and the options.
+function remember() {
+  sessionStorage.setItem(TAB, JSON.stringify({ current, options: options() }));
+}
+
+function save() {
+  if (gone) return;
+  const keptOf = ({ reply, asked }) => ({ ...reply.kept, ...(asked && { reason: "left" }) });
+  const said = turns.map((turn) => ({ text: turn.text, reply: keptOf(turn) }));
+  try {
+    keep(current, { options: options(), turns: said });
+  } catch {
+    tell(new Problem("The browser has no room to keep this dialogue: delete others under Dialogues."));
+  }
+}
+
+// Begins another dialogue with the first `count` turns of the one on the page, which is kept as it is. What is being
+// generated ends.
+function part(id, count = 0) {
+  if (leaving) save();
   leaving?.abort();
   leaving = null;
-  turns.length = 0;
-  at("turns").replaceChildren();
-  at("welcome").hidden = false;
+  current = id;
+  for (const { question, reply } of turns.splice(count)) [question, reply.root].forEach((element) => element.remove());
   at("problem").hidden = true;
   show();
-  save();
+  remember();
   busy(false);
 }
 
-// A dialogue is kept as long as its tab, and so is the key. It is not kept if it is too long for the browser's storage.
-function save() {
-  if (gone) return;
-  const options = {};
-  for (const id of ["system", "temperature", "longest", "seed", "markdown"]) options[id] = at(id).value;
-  const kept = turns.map(({ text, reply, asked }) => ({ text, reply: { ...reply.kept, ...(asked && { reason: "left" }) } }));
-  try {
-    sessionStorage.setItem(DIALOGUE, JSON.stringify({ options, turns: kept }));
-  } catch {
-    sessionStorage.removeItem(DIALOGUE);
-  }
+function edit(turn) {
+  part(newId(), turns.indexOf(turn));
+  at("words").value = turn.text;
+  at("words").focus();
 }
 
-function restore() {
-  const { options = {}, turns: kept = [] } = JSON.parse(sessionStorage.getItem(DIALOGUE) ?? "{}");
-  for (const [id, value] of Object.entries(options)) if (at(id)) at(id).value = value;
-  for (const { text, reply } of kept) {
-    if (reply.reason === "left" && !reply.text) {
-      at("words").value = text;
-      continue;
-    }
-    const turn = { text, question: item("asked", text) };
-    turns.push(turn);
-    turn.reply = replyTo(turn);
-    turn.reply.restore(reply);
+function open(id, options) {
+  part(id);
+  const dialogue = kept(id);
+  setOptions(options ?? dialogue?.options);
+  for (const { text, reply } of dialogue?.turns ?? []) {
+    if (reply.reason === "left" && !reply.said.length) at("words").value = text;
+    else (turnOf(text).reply = replyTo(turns.at(-1))).restore(reply);
   }
-  at("welcome").hidden = turns.length > 0;
   if (turns.length) follow();
   show();
+}
+
+const options = () => Object.fromEntries(OPTIONS.map((id) => [id, at(id).value]));
+
+function setOptions(values = {}) {
+  for (const id of OPTIONS) if (id in values) at(id).value = values[id];
+}
+
+function listDialogues() {
+  at("kept").replaceChildren();
+  for (const { id, turns: [{ text }], time } of list()) {
+    const title = text.slice(0, 100);
+    const row = made("li", "", at("kept"));
+    const entry = button(title, "entry", row, () => {
+      open(id);
+      at("dialogues").hidePopover();
+    });
+    entry.ariaCurrent = id === current;
+    const date = new Date(time).toLocaleString([], { dateStyle: "short", timeStyle: "short" });
+    made("small", "", entry).textContent = date;
+    button("Delete", "delete", row, () => {
+      if (id === current) part(newId());
+      forget(id);
+      listDialogues();
+      at("dialogues").focus();
+    }).ariaLabel = `Delete: ${title}`;
+  }
+  at("none").hidden = at("kept").childElementCount > 0;
 }
 
 async function begin() {
@@ -224,9 +241,7 @@ at("composer").addEventListener("submit", (event) => {
   if (!text || leaving) return;
   at("options").hidePopover();
   at("words").value = "";
-  const turn = { text, question: item("asked", text), reply: null };
-  turns.push(turn);
-  answer(turn);
+  answer(turnOf(text));
 });
 at("words").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -238,17 +253,18 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector(":popover-open, dialog[open]")) leaving?.abort();
 });
 at("stop").addEventListener("click", () => leaving?.abort());
-at("fresh").addEventListener("click", clear);
-at("anew").addEventListener("click", clear);
+for (const id of ["fresh", "anew"]) at(id).addEventListener("click", () => part(newId()));
+at("dialogues").addEventListener("beforetoggle", ({ newState }) => newState === "open" && listDialogues());
 addEventListener("pagehide", () => {
-  save();
+  remember();
+  if (leaving) save();
   gone = true;
 });
 addEventListener("pageshow", () => (gone = false));
 at("ask-key").addEventListener("close", () => {
   const key = at("key").value.trim();
   if (key) {
-    keep(key);
+    keepKey(key);
     at("problem").hidden = true;
     begin();
   } else tell(new Problem("This server asks for a key: send a message to give one."));
@@ -257,21 +273,19 @@ at("ask-key").addEventListener("close", () => {
 at("markdown").addEventListener("change", () => turns.forEach(({ reply }) => reply.drawAs(asMarkdown())));
 at("colours").addEventListener("change", (event) => at("turns").classList.toggle("plain", !event.target.checked));
 at("theme").addEventListener("click", () => {
-  const dark = getComputedStyle(document.documentElement).colorScheme === "dark" ||
-    (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
-  localStorage.setItem(THEME, (document.documentElement.dataset.theme = dark ? "light" : "dark"));
+  const { dataset } = document.documentElement;
+  const dark = dataset.theme ? dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  localStorage.setItem(THEME, (dataset.theme = dark ? "light" : "dark"));
 });
 // The options are hidden when a message is sent, and a browser says nothing of a hidden field.
 at("options").addEventListener("invalid", ({ target }) => {
+  if (target !== at("options").querySelector(":invalid")) return;
   at("options").showPopover();
   const name = target.closest("label").firstChild.textContent.trim();
   tell(new Problem(`${name} ${target.value} is not taken: ${target.validationMessage}`));
 }, true);
 if (localStorage.getItem(THEME)) document.documentElement.dataset.theme = localStorage.getItem(THEME);
-try {
-  restore();
-} catch {
-  clear(); // what another version of this page stored
-}
 beginFollowing(document.querySelector("main"), at("composer"));
+const tab = JSON.parse(sessionStorage.getItem(TAB) ?? "{}");
+open(tab.current ?? current, tab.options);
 begin();

@@ -1,21 +1,27 @@
 // Shows one answer: its tokens, the author of each, and its rounds. Text of a model is inserted as text, never as HTML.
 
-import { isMarkdown, made, Markdown } from "./markdown.js";
+import { made } from "./elements.js";
+import { judge, Markdown } from "./markdown.js";
 
 const SHOWN = 160; // the most rounds that are drawn
 
 export class Reply {
-  // `markdown`: true if the answer is Markdown; undefined if its text decides.
-  constructor(root, markdown) {
+  // `setting`: true if the answer is shown as Markdown, false if not; undefined if its text decides. `guess` counts as
+  // long as the text shows neither.
+  constructor(root, setting, guess) {
     this.root = root;
-    this.markdown = markdown;
+    this.setting = setting;
+    this.guess = guess;
+    this.judge = judge();
     this.text = "";
-    this.ends = []; // for each token of the text, its end; `drafted` is true if the draft wrote it
-    this.drafted = [];
+    this.said = []; // the tokens of the text, each [text, 1 if the draft wrote it, else 0]
+    this.ends = []; // the end of each token in the text
     this.thought = []; // the tokens of the reasoning
     this.proposals = []; // for each round, the numbers of proposed and of accepted tokens
     this.counts = { tokens: 0, drafted: 0, rounds: 0, proposing: 0, accepted: 0, seconds: 0 };
-    this.thoughts = made("div", "thoughts", root);
+    this.thoughts = made("details", "thoughts", root);
+    this.thoughts.hidden = true;
+    this.summed = made("summary", "", this.thoughts);
     this.words = made("div", "words", root);
     const told = made("div", "told", root);
     this.rounds = made("div", "rounds", told);
@@ -24,7 +30,9 @@ export class Reply {
     this.begun = 0;
     this.reason = "";
     this.context = 0; // the number of tokens of the dialogue up to the answer's end
-    this.drawn = 0; // the number of tokens that are on the page
+    this.drawn = { said: 0, thought: 0 }; // the numbers of tokens that are on the page
+    this.markdown = false;
+    this.pause = 0;
   }
 
   take(chunk) {
@@ -32,14 +40,14 @@ export class Reply {
     for (const { delta, speculation, finish_reason: reason } of chunk.choices) {
       if (reason) this.reason = reason;
       if (speculation) this.round(speculation);
-      else if (delta.content) this.round({ content: [{ text: delta.content, drafted: null }] });
+      else if (delta.content) this.round({ content: [{ text: delta.content }] });
     }
     this.draw();
   }
 
   round({ proposed, accepted, content = [], reasoning_content: thoughts = [] }) {
-    for (const token of thoughts) this.think(token);
-    for (const token of content) this.push(token);
+    for (const { text, drafted } of thoughts) this.thought.push([text, Number(drafted)]);
+    for (const { text, drafted } of content) this.push([text, Number(drafted ?? 0)]);
     this.counts.drafted += [...thoughts, ...content].filter((token) => token.drafted).length;
     if (proposed === undefined) return; // text that was held back, of rounds already counted
     const now = performance.now();
@@ -50,15 +58,10 @@ export class Reply {
     this.figures.textContent = this.summary;
   }
 
-  think(token) {
-    this.thought.push(token);
-    this.token(this.thoughts, token.text, token.drafted);
-  }
-
-  push({ text, drafted }) {
-    this.text += text;
+  push(token) {
+    this.said.push(token);
+    this.text += token[0];
     this.ends.push(this.text.length);
-    this.drafted.push(drafted);
   }
 
   bar(proposed, accepted) {
@@ -79,46 +82,52 @@ export class Reply {
     this.figures.textContent = this.summary;
   }
 
-  token(parent, text, drafted) {
-    made("span", drafted ? "token drafted" : "token", parent).textContent = text;
+  // Draws what has arrived, at most once per frame. The pauses grow with the time of a drawing, so all drawings
+  // together take a time linear in the length of the text.
+  draw() {
+    if (this.due) return;
+    this.due = true;
+    setTimeout(() => requestAnimationFrame(() => this.due && this.drawNow()), this.pause);
   }
 
-  // Markdown is drawn once per frame, other text as it arrives.
-  draw() {
-    if (this.markdown ??= isMarkdown(this.text) || undefined) {
-      this.frame ??= requestAnimationFrame(() => this.drawMarkdown());
-      return;
+  drawNow() {
+    const begun = performance.now();
+    this.due = false;
+    this.thoughts.hidden = !this.thought.length;
+    this.summed.textContent = `Reasoning, ${this.thought.length} tokens`;
+    this.append("thought", this.thoughts);
+    const markdown = Boolean(this.setting ?? this.judge(this.text) ?? this.guess);
+    if (markdown !== this.markdown) {
+      this.markdown = markdown;
+      this.words.replaceChildren();
+      this.words.classList.toggle("markdown", markdown);
+      this.blocks = new Markdown(this.words);
+      this.drawn.said = 0;
     }
-    for (; this.drawn < this.ends.length; this.drawn++) {
-      const text = this.text.slice(this.ends[this.drawn - 1] ?? 0, this.ends[this.drawn]);
-      this.token(this.words, text, this.drafted[this.drawn]);
+    if (markdown) this.drawMarkdown();
+    else this.append("said", this.words);
+    this.pause = 4 * (this.root.offsetHeight && performance.now() - begun); // its height, so that the layout is timed
+  }
+
+  append(name, parent) {
+    for (const [text, drafted] of this[name].slice(this.drawn[name])) {
+      made("span", drafted ? "token drafted" : "token", parent).textContent = text;
     }
+    this.drawn[name] = this[name].length;
   }
 
   drawMarkdown() {
-    cancelAnimationFrame(this.frame);
-    this.frame = undefined;
-    if (!this.markdown) return;
-    if (!this.blocks) {
-      this.words.replaceChildren();
-      this.words.classList.add("markdown");
-      this.blocks = new Markdown(this.words);
-    }
     try {
-      this.blocks.show(this.text, this.ends, this.drafted);
+      this.blocks.show(this.text, this.ends, this.said.map(([, drafted]) => drafted));
     } catch {
       this.drawAs(false); // the parser fails on text that is nested too deep
     }
   }
 
-  // Draws the text again, as Markdown or as plain text; if `markdown` is undefined, the text decides.
-  drawAs(markdown) {
-    this.markdown = markdown;
-    this.blocks = null;
-    this.drawn = 0;
-    this.words.replaceChildren();
-    this.words.classList.remove("markdown");
-    this.draw();
+  // Draws the text again, as Markdown or as plain text; if `setting` is undefined, the text decides.
+  drawAs(setting) {
+    this.setting = setting;
+    this.drawNow();
   }
 
   get summary() {
@@ -133,7 +142,7 @@ export class Reply {
       full: "it ends where the context is full",
       length: `it ends at the limit of ${this.counts.tokens} tokens`,
       stopped: "you stopped it",
-      left: "the page was left before its end",
+      left: "you left before its end",
       broken: "it broke off",
     };
     return reasons[this.reason] ?? "";
@@ -142,23 +151,21 @@ export class Reply {
   end(reason) {
     this.reason = reason;
     this.root.classList.remove("writing");
-    this.drawMarkdown();
+    this.drawNow();
     this.figures.textContent = this.summary;
     this.rounds.setAttribute("aria-label", this.summary);
   }
 
   // Returns the data from which `restore` draws the answer again.
   get kept() {
-    const { text, ends, drafted, thought, proposals, counts, reason, context } = this;
-    return { text, ends, drafted, thought, proposals, counts, reason, context };
+    const { said, thought, proposals, counts, reason, context } = this;
+    return { said, thought, proposals, counts, reason, context };
   }
 
-  restore(kept) {
-    for (const token of kept.thought) this.think(token);
-    for (const [proposed, accepted] of kept.proposals) this.bar(proposed, accepted);
-    const { text, ends, drafted, counts, context } = kept;
-    Object.assign(this, { text, ends, drafted, counts, context });
-    this.draw();
-    this.end(kept.reason);
+  restore({ said, thought, proposals, counts, reason, context }) {
+    for (const token of said) this.push(token);
+    for (const [proposed, accepted] of proposals) this.bar(proposed, accepted);
+    Object.assign(this, { thought, counts, context });
+    this.end(reason);
   }
 }

@@ -92,15 +92,15 @@ def test_a_dialogue_shows_answers_and_authors(chromium, server, model):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_page_follows_each_answer_to_its_end(sent, model, artifact, held, size):
     with served([model], artifact, **saying(LONG)) as server:
-        page = sent(server, "one", "two", size=size)
+        page = sent(server, "one", size=size)
         assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
-        sent(server, "three", ended=False)
-        page.until("return document.querySelectorAll('.answer')[2]?.querySelectorAll('.token').length > 20")
+        sent(server, "two", ended=False)
+        page.until("return document.querySelectorAll('.answer')[1]?.querySelectorAll('.token').length > 20")
         held.clear()
-        page.until("return document.querySelectorAll('.answer').length == 3")
-        assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".token")
+        page.until("return document.querySelectorAll('.answer').length == 2")
+        assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".words .token")
         held.set()
-        page.until(ENDED, 3)
+        page.until(ENDED, 2)
         assert page.run(LEFT) <= 2 and page.run(IN_SIGHT, ".figures")
 
 
@@ -122,7 +122,7 @@ def test_the_page_does_not_scroll_a_reader_who_scrolled_up(sent, model, artifact
 
 def test_a_full_context_offers_a_new_dialogue(sent, model, artifact):
     with served([model], artifact, ignore_eos=True) as server:
-        page = sent(server, "one")
+        page = sent(server, "word " * 800)
         assert page.run(PROBLEM) == "The context is full: it has 1024 tokens."
         assert "it ends where the context is full" in page.run(TOLD)
         sent(server, "two", ended=False)
@@ -352,7 +352,7 @@ def test_a_reload_keeps_the_dialogue(sent, model, artifact, held):
         page.open(server.url.removesuffix("v1"))
         page.until(ENDED, 3)
         held.set()
-        assert page.run(TOLD).endswith("the page was left before its end")
+        assert page.run(TOLD).endswith("you left before its end")
         page.click("#fresh")
         page.open(server.url.removesuffix("v1"))
         page.until(READY)

@@ -16,7 +16,9 @@ from eagle3.runner.serve.page import FOLDER
 from eagle3.runner.serve.protocol import Delta
 
 FILES = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript", "api.js": "text/javascript"}
-FILES |= dict.fromkeys(("reply.js", "follow.js", "markdown.js", "marked.esm.js"), "text/javascript")
+FILES |= dict.fromkeys(
+    ("reply.js", "follow.js", "markdown.js", "marked.esm.js", "elements.js", "dialogues.js"), "text/javascript"
+)
 FILES |= {"marked.LICENSE.txt": "text/plain"}
 MARKED = (
     "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de"  # lib/marked.esm.js of the npm package 18.2.1
