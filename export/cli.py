@@ -15,6 +15,7 @@ from eagle3.export.configuration.config import (
     INT4_LAYOUTS,
     KV_CACHES,
     LONGEST_CHAIN,
+    WEIGHT_TABLES,
     ExportConfig,
 )
 from eagle3.export.draft.kinds import DIALECTS, EAGLE3, KINDS
@@ -221,6 +222,12 @@ HEADINGS = {
     type=click.Choice(INT4_LAYOUTS),
     help="How INT4 weights are stored on cuda, and so which kernels read them: records take fewer instructions a "
     "weight; from sm_90 on kernels also begin early and bring weights into L2. Never timed. Default: tiles.",
+)
+@click.option(
+    "--weight-table",
+    type=click.Choice(WEIGHT_TABLES),
+    help="The table in which ExecuTorch's own CUDA runtime finds a method's library and weights: fqn3 is that of 1.5, "
+    "fqn0, by GPU, that of its main branch since August 2026. PyTorch as the host takes both. Default: fqn3.",
 )
 @click.option(
     "--aux-layers",

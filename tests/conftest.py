@@ -257,15 +257,15 @@ def artifact(request):
 
 @pytest.fixture(scope="session")
 def cuda_artifact(request):
-    """gemma4-tiny lowered for sm_90 by the command itself, with compiled kernels: the artifact's folder. The kernels'
-    source is kept beside it (``cuda_artifact.py``)."""
+    """gemma4-tiny lowered for three GPUs in one by the command itself, with compiled kernels: the artifact's folder.
+    The kernels' source is kept beside it (``cuda_artifact.py``)."""
     return request.config.stash[BEFOREHAND]["cuda_artifact"]
 
 
 @pytest.fixture(scope="session")
 def records_artifact(request):
-    """gemma4-tiny as in ``cuda_artifact``, with its INT4 weights in records, requests to L2 and early launches, and
-    without ``speculate``."""
+    """gemma4-tiny as in ``cuda_artifact`` for sm_90 alone, with its INT4 weights in records, requests to L2 and early
+    launches."""
     return request.config.stash[BEFOREHAND]["records_artifact"]
 
 

@@ -85,7 +85,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "eagle3.export.lowering.cuda.backend",
         dtype="bfloat16",
         sessions=False,
-        flags=frozenset({"cuda_arch", "int4_layout", "kv_cache"}),
+        flags=frozenset({"cuda_arch", "int4_layout", "kv_cache", "weight_table"}),
         states=frozenset({DELTA_RULE, KIMI_DELTA, MAMBA_2, SHORT_CONVOLUTION}),
         recipes=CUDA_RECIPES,
         quantizes=True,

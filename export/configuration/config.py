@@ -22,6 +22,8 @@ EMBEDDING_RECIPES = ("none", "8w")
 KV_CACHES = ("bfloat16", "int8")
 INT4_LAYOUTS = ("tiles", "records")
 """The names of ``LAYOUTS`` (``lowering/cuda/kernels/int4/layouts.py``), the default first."""
+WEIGHT_TABLES = ("fqn3", "fqn0")
+"""The weight tables of ExecuTorch's CUDA runtime: of 1.5, and the later one (``lowering/cuda/weight_table.py``)."""
 LONGEST_CHAIN = 15
 """The most draft tokens of a round; a verify window has one row more."""
 
@@ -47,6 +49,7 @@ class ExportConfig:
     group_size: int | None = None
     kv_cache: str | None = None
     int4_layout: str | None = None
+    weight_table: str | None = None
     aux_layers: tuple[int, ...] | None = None
     aux_convention: str | None = None
     draft_dialect: str | None = None

@@ -165,6 +165,11 @@ PATCHES: dict[str, Patch] = {
         "torch._inductor.codegen.cuda.device_op_overrides.CUDADeviceOpOverrides.kernel_driver",
         thread="pytorch/pytorch#188886",
     ),
+    **_group(
+        "weight tables name a library for each GPU (``--weight-table fqn0``)",
+        "executorch.backends.cuda.cuda_weight_collector.encode_cuda_weight_metadata",
+        thread="pytorch/executorch#22198",
+    ),
     # --- CUDA without a GPU
     **_group(
         "methods are compiled in two processes",

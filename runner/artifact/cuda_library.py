@@ -130,12 +130,14 @@ def extent(sizes: list[int]) -> dict[str, int]:
 @dataclass(frozen=True)
 class Library:
     """A method's library. ``kernels``: fatbins by name. ``needs``: symbols that the host must define, without those of
-    system libraries. ``asks_for``: the libraries that it lists as needed (``DT_NEEDED``).
+    system libraries. ``asks_for``: the libraries that it lists as needed (``DT_NEEDED``). ``machine``: the processor of
+    its host, such as "x86_64".
     """
 
     kernels: dict[str, bytes]
     needs: list[str]
     asks_for: tuple[str, ...] = ()
+    machine: str = ""
 
 
 def read_library(data: bytes) -> Library:
@@ -148,7 +150,7 @@ def read_library(data: bytes) -> Library:
     places = {symbol.name: symbol.place for symbol in symbols if symbol.place is not None}
     ends = {name: f"{name.removesuffix('_start')}_end" for name in places if re.fullmatch("__.+_start", name)}
     kernels = {name[2:-6]: data[places[name] : places[end]] for name, end in ends.items() if end in places}
-    return Library(kernels, [symbol.name for symbol in symbols if symbol.is_needed()], asks_for)
+    return Library(kernels, [symbol.name for symbol in symbols if symbol.is_needed()], asks_for, elf.machine)
 
 
 # --- 3. Fatbins

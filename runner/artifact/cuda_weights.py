@@ -21,6 +21,11 @@ from eagle3.runner.system.command import calm_stderr
 WEIGHTS_FILE = "aoti_cuda_blob.ptd"
 TABLE_FAMILY = b"ETCUDAFQN"
 TABLE_MAGIC = TABLE_FAMILY + b"3"
+VARIANTS_MAGIC = TABLE_FAMILY + b"0"
+"""Begins a table with a library for each compute capability, which ExecuTorch's CUDA runtime reads after 1.5
+(``export/lowering/cuda/weight_table.py``)."""
+FALLBACK = 1
+"""The flag of a library that other GPUs take, for its PTX."""
 PTD_MAGIC = b"FT01"
 DEVICES = {0: "cpu", 1: "cuda"}  # keyed by AOTInductor's device type
 
@@ -60,15 +65,15 @@ class Extent:
 
 
 def decode_weight_table(processed: bytes) -> WeightTable:
-    """Decode a weight table. Raises ValueError for another version, a damaged table, or a weight that exceeds its
-    storage."""
-    if not processed.startswith(TABLE_MAGIC):
-        found = processed[: len(TABLE_MAGIC)]
+    """Decode a weight table. Raises ValueError for another version, a damaged table, one with several libraries, or a
+    weight that exceeds its storage."""
+    found = processed[: len(TABLE_MAGIC)]
+    if found not in (TABLE_MAGIC, VARIANTS_MAGIC):
         fault = "another version" if found.startswith(TABLE_FAMILY) else "no such table"
         raise ValueError(f"weight table begins with {found!r}, not {TABLE_MAGIC!r} ({fault}): export it again")
     reader = _Reader(processed, len(TABLE_MAGIC))
     try:
-        library_key = reader.string()
+        library_key = reader.string() if found == TABLE_MAGIC else _one_library(reader)
         weights = tuple(_weight(reader) for _ in range(*reader.unpack("I")))
     except (struct.error, UnicodeDecodeError) as error:
         at = f"at byte {reader.at} of {len(processed)}"
@@ -76,6 +81,17 @@ def decode_weight_table(processed: bytes) -> WeightTable:
     if reader.at != len(processed):
         raise ValueError(f"weight table ends at byte {reader.at} of {len(processed)}: export it again")
     return WeightTable(library_key, weights)
+
+
+def _one_library(reader: "_Reader") -> str:
+    """Return the key of the library that all entries of a table by compute capability name."""
+    keys = set()
+    for _ in range(*reader.unpack("I")):
+        reader.unpack("III")
+        keys.add(reader.string())
+    if len(keys) != 1:
+        raise ValueError(f"weight table has {len(keys)} libraries, one serves all GPUs here: export it again")
+    return keys.pop()
 
 
 class _Reader:

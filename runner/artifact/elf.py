@@ -10,6 +10,7 @@ SYSTEM_LIBRARIES = re.compile(r"lib(c|m|stdc\+\+|gcc_s|pthread|dl|rt)\.so|ld-lin
 # These numbers are from the System V ABI, those of VERNEED and VERSYM from the Linux Standard Base.
 DYNAMIC, DYNSYM, VERNEED, VERSYM = 6, 11, 0x6FFFFFFE, 0x6FFFFFFF
 NEEDED = 1
+MACHINES = {62: "x86_64", 183: "aarch64"}
 WEAK, ABSOLUTE = 2, 0xFFF1
 DAMAGED = (struct.error, LookupError, ValueError, OverflowError)
 """The exceptions that reading a damaged file may raise."""
@@ -52,6 +53,12 @@ class Elf:
         if data[:6] != b"\x7fELF\x02\x01":
             raise ValueError(f"library begins with {data[:6]!r}, not as a 64-bit ELF file does: export it again")
         self.data = data
+
+    @property
+    def machine(self) -> str:
+        """The processor that the file is for, as ``platform.machine`` names it."""
+        (number,) = struct.unpack_from("<H", self.data, 0x12)
+        return MACHINES.get(number, f"ELF machine {number}")
 
     @cached_property
     def sections(self) -> list[Section]:

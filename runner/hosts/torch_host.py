@@ -52,6 +52,7 @@ def open_torch_session(model: Path, stored: Path, metadata: Metadata, graphs: bo
     checks.check_torch()
     methods = read_methods(read_pte(model))
     device = torch.device("cpu" if made_for_cpu(methods) else "cuda")
+    checks.check_machine({method.name: method.parsed for method in methods})
     if device.type == "cuda":
         checks.check_gpu(metadata.manifest)
         device = torch.device("cuda", torch.cuda.current_device())

@@ -5,6 +5,7 @@ Each check raises ValueError with one line: the fact, both values, what to do. N
 """
 
 import ctypes
+import platform
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +29,16 @@ def check_torch() -> None:
             f"PyTorch {torch.__version__} hosts no CUDA artifact, {first} to {last} do: type pip install "
             f"'torch=={last}.*', or run with ExecuTorch's CUDA build (--runtime executorch)"
         )
+
+
+def check_machine(libraries: dict[str, Library]) -> None:
+    """Check that the libraries, by method, are for this processor: the loader would name no reason."""
+    for method, library in libraries.items():
+        if library.machine != platform.machine():
+            raise ValueError(
+                f"the library of {method} is for {library.machine} hosts, this one is {platform.machine()}: export it "
+                "again on a machine of this kind"
+            )
 
 
 def check_gpu(manifest: dict[str, Any]) -> None:

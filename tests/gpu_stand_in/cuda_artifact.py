@@ -24,7 +24,10 @@ from eagle3.export.cli import main
 from eagle3.export.lowering.cuda.inductor.card_launches import CARDS
 from eagle3.export.lowering.cuda.named_gpu.second_image import OwnImage, SecondImages
 
-DEFAULT = ("--target-model", "gemma4-tiny", *(() if torch.cuda.is_available() else ("--cuda-arch", "sm_90")))
+ARCHS = ("sm_80", "sm_90", "sm_120")
+"""The architectures of the artifact where there is no GPU: one with early launches and ``wgmma``, one without either,
+and one that allows a block less shared memory."""
+DEFAULT = ("--target-model", "gemma4-tiny", *(() if torch.cuda.is_available() else ("--cuda-arch", ",".join(ARCHS))))
 
 
 def sources_of(artifact: Path) -> Path:

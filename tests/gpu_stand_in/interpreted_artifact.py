@@ -149,11 +149,12 @@ def main(artifact: Path) -> None:
     found, launched = [], {}
     with machine.running(), watching(Detector(("forward",))) as races:
         for each in asked:
-            machine.device.become(Device.of(each.pop("arch", "sm_90")))
+            arch = each.pop("arch", "sm_90")
+            machine.device.become(Device.of(arch))
             session = looked_at(machine.open(artifact, each.pop("graphs", True)))
             counts = counted(session, machine.kernels)
             found.append(generations(session, **each))
-            launched = counts | launched
+            launched[arch] = counts | launched.get(arch, {})
             session.close()
         del session, counts
         left = machine.left()

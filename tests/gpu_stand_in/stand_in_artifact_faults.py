@@ -10,23 +10,34 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import json
+import platform
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import click
 import torch
 from interpreted_artifact import looked_at
+from machine_code.libraries import without_images
 from stand_in_driver import A100, H100, Device
+from stand_in_kernels import FEW_ROWS, Kernel
 from stand_in_sessions import Sessions, stderr
 
-from eagle3.runner.contract import DRAFT_DECODE, TARGET_VERIFY
+from eagle3.runner.artifact.cuda_library import read_library
+from eagle3.runner.artifact.gpu_needs import recorded_launches
+from eagle3.runner.artifact.pte import Pte
+from eagle3.runner.contract import DRAFT_DECODE, MODEL_FILE, PREFILL, TARGET_VERIFY
 from eagle3.runner.hosts import torch_host, torch_host_checks
 from eagle3.runner.hosts.torch_host import TorchSession
 
 Fault = Callable[[Sessions], object]
+Cards = list[list[dict[str, Any]]]
+"""The launches by GPU of each kernel that has some, as ``export.json`` has them."""
 
 
 def opened(sessions: Sessions, **options) -> TorchSession:
@@ -123,6 +134,92 @@ def on(device: Device, call: Fault = draft, checked: bool = False) -> Fault:
     return run
 
 
+# --- Launches by GPU
+
+
+def prefill(sessions: Sessions) -> None:
+    """Prefill 16 rows from position 0 on, by kernels of many rows, whose shared memory differs by GPU."""
+    session = sessions.machine.open(sessions.artifact, graphs=False)
+    session._call(PREFILL, torch.ones(1, 16, dtype=torch.long), session.positions[:16])
+
+
+def with_libraries(change: Callable[[bytes, Cards], bytes], call: Fault) -> Fault:
+    """Return a call with changed libraries. ``change`` gets a library and the launches by GPU of its kernels."""
+    read = torch_host.read_methods
+
+    def run(sessions: Sessions) -> None:
+        recorded = recorded_launches(sessions.artifact / MODEL_FILE)
+
+        def changed(pte: Pte) -> Iterator[torch_host.HostMethod]:
+            for method in read(pte):
+                cards = [entry["cards"] for entry in recorded[method.name] if "cards" in entry]
+                library = change(method.library, cards)
+                yield replace(method, library=library, parsed=read_library(library))
+
+        with patch.object(torch_host, "read_methods", lambda pte: list(changed(pte))):
+            call(sessions)
+
+    return run
+
+
+def table(cards: list[dict[str, Any]]) -> bytes:
+    """Return a kernel's launches by GPU as they are in a library (``card_launches``)."""
+    fields = ((card["first"], card["threads"] // 32, card["shared_bytes"], card["parts"]) for card in cards)
+    return b"".join(struct.pack("<iIII", *each) for each in fields)
+
+
+def of_another_card(field: str, pick: Callable[..., int]) -> Callable[[bytes, Cards], bytes]:
+    """Return a change that gives every GPU the ``field`` of the one that ``pick`` chooses."""
+
+    def change(library: bytes, kernels: Cards) -> bytes:
+        for cards in kernels:
+            served = [card for card in cards if card["threads"]]
+            one = {field: pick(card[field] for card in served)}  # kernels with equal launches are changed at once
+            library = library.replace(table(cards), table([card | one if card in served else card for card in cards]))
+        return library
+
+    return change
+
+
+def without_first_images(library: bytes, _cards: Cards) -> bytes:
+    fatbin = next(iter(read_library(library).kernels.values()))
+    return library.replace(fatbin, without_images(fatbin, A100.arch))
+
+
+OLDER = A100._replace(arch=75)
+"""A GPU that no image is for, with room for the blocks of all."""
+NARROW = Device.of("sm_120")._replace(most_shared=90 << 10)
+"""A GPU with room for its own blocks, but not for those of another card."""
+PARAMETER = b"\x04\x17\x0c\x00"
+"""The attribute of machine code that gives a parameter: its index, place, and size."""
+
+
+def one_image_with_other_parameters(library: bytes, _cards: Cards) -> bytes:
+    """Return a library in which the last image of each kernel has a parameter of one byte."""
+    for fatbin in read_library(library).kernels.values():
+        at = fatbin.index(PARAMETER, fatbin.rindex(b"\x7fELF")) + len(PARAMETER) + 8
+        library = library.replace(fatbin, fatbin[:at] + struct.pack("<I", 1 << 18) + fatbin[at + 4 :])
+    return library
+
+
+def grid_of_fewer_multiprocessors(sessions: Sessions) -> None:
+    """Run a draft step in which every matmul has half of its programs."""
+    run = Kernel.__call__
+
+    def smaller(self: Kernel, grid: tuple[int, int, int], values: dict[str, int | float], arch: int) -> None:
+        most = grid.index(max(grid))
+        fewer = tuple(size // 2 if axis == most else size for axis, size in enumerate(grid))
+        run(self, fewer if FEW_ROWS in self.name else grid, values, arch)
+
+    with patch.object(Kernel, "__call__", smaller), patch.object(sessions.machine.kernels, "computes", True):
+        draft(sessions)
+
+
+def for_another_host(library: bytes, _cards: Cards) -> bytes:
+    machine = 183 if platform.machine() == "x86_64" else 62
+    return library[:18] + struct.pack("<H", machine) + library[20:]
+
+
 FAULTS: dict[str, tuple[str, Fault]] = {
     "right": ("", written("attention", "<= last", "<= last")),
     "stale slot attended to": (
@@ -148,10 +245,26 @@ FAULTS: dict[str, tuple[str, Fault]] = {
         "illegal memory access .*argument .* is 0x0", storages_freed_before_the_methods,
     ),
     "artifact of another architecture": (
-        "the GPU is sm_80, kernel .* is made for SASS sm_90", on(A100, opened, checked=True),
+        "the GPU is sm_75, kernel .* is made for .*SASS sm_80.* serves sm_80", on(OLDER, opened, checked=True),
     ),
-    "module of another architecture": ("no kernel image is available .*the device is sm_80", on(A100)),
-    "too little shared memory": ("bytes of shared memory", on(Device(90, 32 << 10))),
+    "module of another architecture": ("no kernel image is available .*the device is sm_75", on(OLDER)),
+    "right on an A100": ("", on(A100, prefill, checked=True)),
+    "right on a GPU with less shared memory": ("", on(NARROW, prefill, checked=True)),
+    "an image missing": (
+        "the GPU is sm_80, kernel .* is made for .*SASS sm_90",
+        on(A100, with_libraries(without_first_images, opened), checked=True),
+    ),
+    "two images with other parameters": (
+        r"has other parameters in its code for sm_\d+ than", with_libraries(one_image_with_other_parameters, draft),
+    ),
+    "shared memory of another card": (
+        "wants .* bytes of shared memory, the device has",
+        on(NARROW, with_libraries(of_another_card("shared_bytes", max), prefill), checked=True),
+    ),
+    "grid for fewer multiprocessors": ("_bf16_small_m_kernel: reads .* of argument X", grid_of_fewer_multiprocessors),
+    "library of another processor": (
+        "the library of prefill is for .* hosts, this one is", with_libraries(for_another_host, opened),
+    ),
     "too little memory": (
         "out of memory|too little GPU memory", on(H100._replace(total=8 << 20), opened, checked=True),
     ),

@@ -8,16 +8,19 @@ from collections import Counter
 
 import pytest
 import torch
+from cuda_artifact import ARCHS
 from gpu_expected import EagerGreedy, config_of, eagerly
 from gpu_stages import NEAR_TIE, equal_proposals, first_difference
 from places import GPU_STAND_IN
 
 from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, SPECULATE, TARGET_VERIFY
+from eagle3.runner.system.gpus import BY_ARCH, launch_on
 
 ASKED = [
     {"prompt": [2, 318, 825, 66, 1140, 11, 492, 304, 275, 365], "max_new_tokens": 9},  # def read_config(path):
     {"prompt": [2, 318, 825], "max_new_tokens": 4, "graphs": False},  # shorter than min-prefill
 ]
+ASKED += [ASKED[0] | {"max_new_tokens": 2, "graphs": False, "arch": arch} for arch in ("sm_80", "sm_120")]
 pytestmark = [
     pytest.mark.whole,
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: scripts/gpu/gpu_run.py"),
@@ -54,6 +57,7 @@ def greedy(cuda_artifact):
 
 
 def test_interpreted_fused_rounds_and_three_methods_give_the_eager_greedy_tokens(found, greedy):
+    """On three GPUs, by their own images of one artifact."""
     for asked, generation in zip(ASKED, found["generations"], strict=True):
         pair = generation["fused_rounds"], generation["three_methods"]
         assert pair[0] == pair[1] and len(pair[0]["token_ids"]) == asked["max_new_tokens"]
@@ -84,13 +88,15 @@ def test_the_interpreted_artifact_makes_no_refused_call_and_leaks_nothing(found)
 
 
 def test_methods_launch_kernels_over_the_recorded_grids(found, cuda_artifact):
-    """The record has the launches that ``scripts/gpu/gpu_cost.py`` counts."""
+    """The record has the launches that ``scripts/gpu/gpu_cost.py`` counts, on each GPU."""
     recorded = json.loads((cuda_artifact / EXPORT_RECORD).read_text())["launches"]
-    for name in (TARGET_VERIFY, DRAFT_DECODE, SPECULATE):
-        grids, rows = Counter(), str(recorded[name]["rows"])
-        for launch in recorded[name]["launches"]:
-            grids[str(launch["grid"])] += launch["count"]
-        assert found["launched"][name][rows] == grids, name
+    assert found["launched"].keys() == set(ARCHS)
+    for arch, launched in found["launched"].items():
+        for name in (TARGET_VERIFY, DRAFT_DECODE, SPECULATE):
+            grids, rows = Counter(), str(recorded[name]["rows"])
+            for launch in recorded[name]["launches"]:
+                grids[str(launch_on(launch, BY_ARCH[arch].arch)["grid"])] += launch["count"]
+            assert launched[name][rows] == grids, (arch, name)
 
 
 def test_no_launch_has_a_race(found):

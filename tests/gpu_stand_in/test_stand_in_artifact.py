@@ -27,7 +27,7 @@ def assert_named(said: dict[str, list[str]], least: int) -> None:
 
 
 def test_each_fault_put_into_the_artifact_is_named_and_none_is_found_without(cuda_artifact):
-    assert_named(run("stand_in_artifact_faults.py", cuda_artifact), 12)
+    assert_named(run("stand_in_artifact_faults.py", cuda_artifact), 18)
 
 
 @pytest.mark.whole

@@ -20,7 +20,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(STAND_IN)!r})
 from cuda_artifact import DEFAULT, export
-export(Path(sys.argv[1]), (*DEFAULT, "--no-fit", "--int4-layout", "records"))
+one = ("--cuda-arch", "sm_90") if "--cuda-arch" in DEFAULT else ()
+export(Path(sys.argv[1]), (*DEFAULT, *one, "--no-fit", "--int4-layout", "records"))
 """
 COMMANDS = {
     "artifact": ("-c", "from eagle3.export.cli import main; main()", *CPU_FLAGS, "--output-dir"),

@@ -25,7 +25,7 @@ from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from eagle3.export.configuration.config import CUDA_RECIPES
+from eagle3.export.configuration.config import CUDA_RECIPES, WEIGHT_TABLES
 from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.backend import Backend
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
@@ -54,6 +54,7 @@ from eagle3.export.lowering.cuda.kernels.int4.layouts import layout_of
 from eagle3.export.lowering.cuda.kernels.local_gpu import local_arch
 from eagle3.export.lowering.cuda.kernels.sums import made_for_here, made_for_named
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions, in_two_processes, named_gpu
+from eagle3.export.lowering.cuda.weight_table import tables_by_gpu
 from eagle3.export.lowering.cuda.weights.conversion import CudaWeights
 from eagle3.export.lowering.cuda.weights.experts import use_fused_experts
 from eagle3.export.lowering.cuda.weights.quantization import (
@@ -238,6 +239,7 @@ class NvidiaBackend:
                 )
 
         named = local_arch() is None
+        capabilities = [int(arch.removeprefix("sm_")) for arch in archs_of(local_arch() or named_arch(plan))]
         with (
             named_gpu(named_arch(plan)) if named else toolchain(),
             nullcontext() if named else registers_kept(),
@@ -255,6 +257,7 @@ class NvidiaBackend:
             argmax_over_blocks(),
             made_for_named(named_arch(plan)) if named else made_for_here(),
             recorded_launches(rows, longest) as launches,
+            tables_by_gpu(capabilities, named) if plan.config.weight_table == WEIGHT_TABLES[1] else nullcontext(),
             in_two_processes(launches, check_lengths) if named else nullcontext(),
         ):
             lowered = to_edge_transform_and_lower(

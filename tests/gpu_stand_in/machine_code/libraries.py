@@ -1,5 +1,6 @@
 """Reads the libraries of a CUDA artifact's methods, and says which GPU runs which of a kernel's images."""
 
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,15 @@ def architectures(
         gpu = BY_ARCH[arch]
         found[arch] = next(excesses(launches_on(launches, gpu.arch), arch, gpu.shared_memory_per_block), None)
     return found
+
+
+def without_images(fatbin: bytes, arch: int) -> bytes:
+    """Return a fatbin whose images for ``arch`` (80 is sm_80) are for a GPU that does not exist."""
+    changed, (at, size) = bytearray(fatbin), struct.unpack_from("<HQ", fatbin, 6)
+    end = at + size
+    while at < end:
+        entry_header, payload = struct.unpack_from("<IQ", fatbin, at + 4)
+        if struct.unpack_from("<I", fatbin, at + 28) == (arch,):
+            struct.pack_into("<I", changed, at + 28, 1000)
+        at += entry_header + payload
+    return bytes(changed)

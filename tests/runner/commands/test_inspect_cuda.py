@@ -18,6 +18,7 @@ from executorch.exir.tensor import scalar_type_enum
 from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
 
 from eagle3.export.lowering.cuda.kernels.sums import COUNTERS
+from eagle3.export.lowering.cuda.weight_table import table_by_gpu, tables_by_gpu
 from eagle3.runner.artifact.cuda_library import cuda_details, fatbin_entries, kind_of, read_library
 from eagle3.runner.artifact.cuda_weights import (
     TABLE_MAGIC,
@@ -73,6 +74,20 @@ def test_a_weight_table_reads_as_executorch_wrote_it():
 
 def test_the_weight_tables_magic_is_that_of_the_installed_executorch():
     assert TABLE_MAGIC == cuda_weight_collector.CUDA_WEIGHT_CACHE_MAGIC
+
+
+def test_a_weight_table_by_gpu_names_one_library_for_all_and_a_fallback():
+    """The bytes are those of ExecuTorch's pull request 22198."""
+    plain = encode_cuda_weight_metadata(KEY, [entry("head.weight")])
+    with tables_by_gpu((80, 120), ptx=True):
+        by_gpu = cuda_weight_collector.encode_cuda_weight_metadata(KEY, [entry("head.weight")])
+    key, weights = struct.pack("<I", len(KEY)) + KEY.encode(), plain[14 + len(KEY) :]
+    entries = (80, 0, 0), (120, 0, 0), (120, 80, 1)
+    assert by_gpu == b"ETCUDAFQN0\3\0\0\0" + b"".join(struct.pack("<III", *each) + key for each in entries) + weights
+    assert decode_weight_table(by_gpu) == decode_weight_table(plain)
+    assert table_by_gpu(plain, (90,), ptx=False)[10:26] == struct.pack("<IIII", 1, 90, 0, 0)
+    with pytest.raises(ValueError, match="weight table has 2 libraries"):
+        decode_weight_table(by_gpu.replace(key, key[:-1] + b"?", 1))
 
 
 @pytest.mark.parametrize(
@@ -262,15 +277,18 @@ def test_every_method_is_one_delegate_with_only_copies_to_the_gpu_and_back_outsi
 
 
 def test_every_kernel_has_code_for_the_named_gpu(found, cuda):
-    architecture = found["metadata"]["get_manifest"]["cuda_arch"]
+    architectures = found["metadata"]["get_manifest"]["cuda_arch"].split(",")
     for facts in cuda.values():
         kernels = sum(kind["count"] for kind in facts["kernels"].values())
         assert kernels > 0
         for counts in facts["architectures"].values():
-            # on sm_90 some kernels have a second image
-            assert {name.rstrip("af") for name in counts} == {architecture}
             assert max(counts.values()) == kernels
-        assert facts["serves"] == list(BY_ARCH)[list(BY_ARCH).index(architecture) :]  # later GPUs compile the PTX
+        named = facts["architectures"]["sass"]
+        assert {name.rstrip("af") for name in named} == set(architectures)
+        for name in architectures:  # on sm_90 some kernels have code with wgmma, beside the plain code or in its place
+            assert named[name] + named.get(f"{name}a", 0) >= kernels
+        served = list(BY_ARCH)[list(BY_ARCH).index(architectures[0]) :]  # later GPUs compile the PTX
+        assert facts["serves"] == served
 
 
 def test_verification_has_the_small_m_kernels_and_no_method_a_plain_product(cuda):

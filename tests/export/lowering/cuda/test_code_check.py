@@ -4,12 +4,12 @@ symbols. Each check finds the fault that is put into it."""
 import re
 
 import pytest
-from cuda_artifact import sources_of
+from cuda_artifact import ARCHS, sources_of
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from machine_code import check as code_check
 from machine_code.barriers import faults as barrier_faults
 from machine_code.check import check_code
-from machine_code.libraries import cuda_delegates
+from machine_code.libraries import cuda_delegates, without_images
 from machine_code.runtime_symbols import CUDA_DRIVER, CUDA_RUNTIME, DRIVER, EXECUTORCH, lacking, of_pytorch
 from machine_code.sass import Usage
 
@@ -18,10 +18,10 @@ from eagle3.runner.artifact.cuda_library import read_library
 from eagle3.runner.artifact.gpu_needs import recorded_launches
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE
 from eagle3.runner.hosts import torch_host_checks
-from eagle3.runner.system.gpus import GPUS, excesses, gpus_of, lacking_on_later
+from eagle3.runner.system.gpus import BY_ARCH, GPUS, excesses, gpus_of, lacking_on_later
 
 KB = 1 << 10
-ARCH = "sm_90"
+ARCH = ",".join(ARCHS)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,9 @@ def test_blocks_that_do_not_fit_or_are_of_another_export_are_named(of_draft, lib
     found = of_draft(launches=[large, large | {"kernel": "_other_kernel_0"}])
     said = f"kernel {kernel} of draft_decode takes 245,760 bytes of shared memory a block, sm_90 allows 232,448"
     assert said in found and "draft_decode has no kernel _other_kernel_0, which export.json has" in found
-    assert "a kernel has no code for sm_80, the artifact's architecture" in of_draft(arch="sm_80")
+    fatbin = read_library(libraries[DRAFT_DECODE]).kernels[kernel]
+    missing = of_draft(fatbin, without_images(fatbin, BY_ARCH["sm_80"].arch))
+    assert "a kernel has no code for sm_80, the artifact's architecture" in missing
 
 
 def test_blocks_that_are_too_large_are_named():
