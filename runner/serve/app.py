@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from eagle3.runner.serve import chat, completions, responses
+from eagle3.runner.serve import chat, completions, messages, responses
 from eagle3.runner.serve.errors import APIError, Busy, Refused, as_response, body, on_api_error
 from eagle3.runner.serve.gate import Gate, check_type, failure
 from eagle3.runner.serve.limits import read_body
@@ -28,6 +28,7 @@ from eagle3.runner.serve.requests import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    MessagesBody,
     ResponseBody,
     TokenizeBody,
     check_length,
@@ -88,6 +89,11 @@ def build_app(
         given = await _body(request, service, TokenizeBody)
         return JSONResponse(await asyncio.to_thread(_tokenized, service, given))
 
+    async def count_tokens(request: Request) -> Response:
+        given = await _body(request, service, MessagesBody, max_tokens=1)
+        turn = await asyncio.to_thread(messages.asked, service, given)
+        return JSONResponse({"input_tokens": len(turn.prompt)})
+
     async def detokenize(request: Request) -> Response:
         given = await _body(request, service, DetokenizeBody)
         try:
@@ -99,6 +105,8 @@ def build_app(
     posts = {
         "/v1/chat/completions": _endpoint(service, ChatBody, chat.complete, chat.stream, DONE, _data),
         "/v1/completions": _endpoint(service, CompletionBody, completions.complete, completions.stream, DONE, _data),
+        "/v1/messages": _endpoint(service, MessagesBody, messages.complete, messages.stream, "", _event),
+        "/v1/messages/count_tokens": count_tokens,
         "/v1/responses": _endpoint(service, ResponseBody, responses.complete, responses.stream, "", _event),
         "/tokenize": tokenize,
         "/detokenize": detokenize,
@@ -133,8 +141,11 @@ def _endpoint(
         asked = await _body(request, service, kind)
         service.jobs.check_room(asked.generations)  # before the prompt is rendered or tokenized
         if not asked.stream:
-            made: BaseModel = await _while_connected(request, complete(service, asked, request))
-            text = made.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null
+            made: Any = await _while_connected(request, complete(service, asked, request))
+            if isinstance(made, BaseModel):
+                text = made.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null
+            else:
+                text = json.dumps(made)
             return Response(text, media_type="application/json")
         lines = stream(service, asked, request)
         first = await _while_connected(request, anext(lines))  # an error before the first line has an HTTP status
@@ -155,15 +166,16 @@ async def _sent(
     except Exception as error:
         if not isinstance(error, APIError):
             request.scope["failed"] = error  # for the log
-        yield _data(json.dumps(body(failure(error))))
+        told = body(failure(error), request.scope)
+        yield (_event if "type" in told else _data)(json.dumps(told))
     finally:
         await lines.aclose()
     if done:
         yield done
 
 
-async def _body(request: Request, service: Service, kind: type[Body]) -> Body:
-    """Return the checked body of a request. Raises ``Refused``."""
+async def _body(request: Request, service: Service, kind: type[Body], **given_else: object) -> Body:
+    """Return the checked body of a request, with ``given_else`` for fields that it lacks. Raises ``Refused``."""
     check_type(request.headers.get("content-type", ""))
     try:
         given = await asyncio.wait_for(request.body(), BODY_SECONDS)
@@ -171,7 +183,7 @@ async def _body(request: Request, service: Service, kind: type[Body]) -> Body:
         raise Refused(f"the body took more than {BODY_SECONDS:g} s to arrive", status=408) from None
 
     def parsed() -> Body:
-        return parse(kind, read_body(given, service.metadata.max_seq_len), service.defaults)
+        return parse(kind, read_body(given, service.metadata.max_seq_len), service.defaults | given_else)
 
     if await request.is_disconnected():
         raise ClientDisconnect
@@ -217,9 +229,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _on_http_error(_request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    answer = as_response(Refused(str(error.detail), status=error.status_code))
+    answer = as_response(Refused(str(error.detail), status=error.status_code), request.scope)
     answer.headers.update(error.headers or {})
     return answer
 

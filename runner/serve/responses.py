@@ -40,7 +40,7 @@ from eagle3.runner.serve.dialogue import Turn
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.jobs import Job
 from eagle3.runner.serve.markup import CONTENT, REASONING
-from eagle3.runner.serve.requests import ResponseBody, invalid, length
+from eagle3.runner.serve.requests import ResponseBody, invalid, length, template_kwargs
 from eagle3.runner.serve.service import Service
 from eagle3.runner.serve.template import SYSTEM, THOUGHT, Message
 from eagle3.runner.text.checks import shown
@@ -66,10 +66,6 @@ def asked(service: Service, body: ResponseBody) -> Turn:
         raise Refused("background is not supported: this server keeps no responses, leave it out", "background")
     if body.choices != 1:
         raise Refused("n is not supported here: a response is one answer", "n")
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning and (effort := body.reasoning.effort):
-        kwargs.setdefault("reasoning_effort", effort)
-        kwargs.setdefault("enable_thinking", effort != "none")
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or [])] or None
     turn = service.dialogue.turn(
         _messages(body),
@@ -78,7 +74,7 @@ def asked(service: Service, body: ResponseBody) -> Turn:
         body.tool_choice,
         body.parallel_tool_calls,
         body.text.format if body.text else None,
-        kwargs,
+        template_kwargs(body.chat_template_kwargs, body.reasoning.effort if body.reasoning else None),
     )
     turn.options["max_new_tokens"] = length(service.metadata, turn.prompt, body.max_output_tokens, "max_output_tokens")
     return turn
@@ -206,16 +202,12 @@ class Events:
 
     async def of(self, job: Job) -> AsyncGenerator[BaseModel, None]:
         """Yield the events of each round, and the end."""
-        answer, forced = Answer(self._turn), self._turn.tools.forced
+        answer = Answer(self._turn)
         async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
             async for parts, _ in rounds:
                 for part in parts:
-                    if part.kind == REASONING or (part.kind == CONTENT and not forced):
-                        for event in self._add(part.kind, part.text):
-                            yield event
-        if forced and not answer.calls:  # the answer ended before its list of calls was complete
-            for event in self._add(CONTENT, answer.text(CONTENT)):
-                yield event
+                    for event in self._add(part.kind, part.text):
+                        yield event
         whole = answer.finish_reason != "length"
         if not self._items and not self._open and not answer.calls:
             for event in self._add(CONTENT, ""):
