@@ -19,8 +19,9 @@ from eagle3.runner.text.text import Text
 
 IGNORED = frozenset(
     (
-        "background", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "safety_identifier", "service_tier", "session_id", "store", "truncation", "user", "verbosity",
+        "background", "client_metadata", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "safety_identifier", "service_tier", "session_id", "store", "truncation", "user",
+        "verbosity",
         # vLLM and llama-server
         "cache_prompt", "cache_salt", "id_slot", "include_reasoning", "n_keep", "priority", "reasoning_format",
         "request_id", "return_progress", "timings_per_token",
