@@ -11,7 +11,6 @@ from starlette.requests import Request
 
 from eagle3.runner.serve.answer import Answer, new_id
 from eagle3.runner.serve.dialogue import REQUIRED, Turn
-from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.markup import REASONING
 from eagle3.runner.serve.protocol import Outcome
 from eagle3.runner.serve.requests import MessagesBody, invalid, length, template_kwargs
@@ -27,11 +26,10 @@ def asked(service: Service, body: MessagesBody) -> Turn:
         options["stop"] = body.stop_sequences
     thinks = {"enable_thinking": body.thinking.get("type") != "disabled"} if body.thinking else {}
     tools = []
-    for number, each in enumerate(body.tools or ()):
-        if each.get("type") not in (None, "custom"):
-            raise Refused(f"tools.{number} must be a function of the client: no other tools are supported", "tools")
+    for each in body.tools or ():
+        kind = "function" if each.get("type") in (None, "custom") else each["type"]
         function = {"name": each.get("name"), "parameters": each.get("input_schema")}
-        tools.append({"type": "function", "function": function | {"description": each.get("description") or ""}})
+        tools.append({"type": kind, "function": function | {"description": each.get("description") or ""}})
     choice, parallel = body.tool_choice, True
     if isinstance(choice, dict):
         parallel = not choice.get("disable_parallel_tool_use")

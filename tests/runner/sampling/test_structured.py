@@ -221,7 +221,7 @@ def test_a_proposal_is_followed_once_in_a_round(grammars, temperature):
     inner = Sampler(Options(temperature=temperature, seed=1), metadata, [9, 8, 7]) if temperature else Greedy()
     said = complete(session, [9, 8, 7], max_new_tokens=30, chain=3, choice=Constrained(inner, guide, metadata))
     followed, masks = counting.calls["try_consume_tokens"], counting.calls["compute_bitmask"]
-    assert max(followed, masks) <= 4 * said.stats.num_drafts + 1
+    assert max(followed, masks) <= 4 * (said.stats.num_drafts + 1)
 
 
 def test_a_grammar_has_a_limited_time(grammars):

@@ -65,7 +65,7 @@ def test_a_stop_sequence_is_named_and_a_budget_beyond_the_context_ends_there(cli
     made = client.messages.create(model="tiny", messages=ASKED, max_tokens=20, stop_sequences=["\0", stop])
     assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", stop)
     assert "".join(block.text for block in made.content) == text[: text.index(stop)]
-    long = [{"role": "user", "content": "x = 1\n" * 240}]
+    long = [{"role": "user", "content": "x = 1\n" * 180}]
     extra = {"ignore_eos": True}
     made = client.messages.create(model="tiny", messages=long, max_tokens=2000, extra_body=extra)
     assert made.stop_reason == "model_context_window_exceeded" and 0 < made.usage.output_tokens < 1024
