@@ -105,9 +105,9 @@ def build_app(
     posts = {
         "/v1/chat/completions": _endpoint(service, ChatBody, chat.complete, chat.stream, DONE, _data),
         "/v1/completions": _endpoint(service, CompletionBody, completions.complete, completions.stream, DONE, _data),
-        "/v1/messages": _endpoint(service, MessagesBody, messages.complete, messages.stream, "", _event),
+        "/v1/messages": _endpoint(service, MessagesBody, messages.complete, messages.events, "", _event),
         "/v1/messages/count_tokens": count_tokens,
-        "/v1/responses": _endpoint(service, ResponseBody, responses.complete, responses.stream, "", _event),
+        "/v1/responses": _endpoint(service, ResponseBody, responses.complete, responses.events, "", _event),
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }
@@ -125,51 +125,53 @@ def build_app(
     return app
 
 
-def _data(line: str) -> str:
-    return f"data: {line}\n\n"
+def _json(made: BaseModel | dict[str, Any]) -> str:
+    if isinstance(made, BaseModel):
+        return made.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null
+    return json.dumps(made, default=lambda inner: inner.model_dump(mode="json", exclude_unset=True, warnings=False))
 
 
-def _event(line: str) -> str:
-    return f"event: {json.loads(line)['type']}\ndata: {line}\n\n"
+def _data(made: BaseModel | dict[str, Any]) -> str:
+    return f"data: {_json(made)}\n\n"
+
+
+def _event(made: dict[str, Any]) -> str:
+    return f"event: {made['type']}\n{_data(made)}"
 
 
 def _endpoint(
-    service: Service, kind: type[Asked], complete: Endpoint, stream: Endpoint, done: str, written: Callable[[str], str]
+    service: Service, kind: type[Asked], complete: Endpoint, stream: Endpoint, done: str, written: Callable[[Any], str]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         service.jobs.check_room(1)  # before the body is read
         asked = await _body(request, service, kind)
         service.jobs.check_room(asked.generations)  # before the prompt is rendered or tokenized
         if not asked.stream:
-            made: Any = await _while_connected(request, complete(service, asked, request))
-            if isinstance(made, BaseModel):
-                text = made.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null
-            else:
-                text = json.dumps(made)
-            return Response(text, media_type="application/json")
-        lines = stream(service, asked, request)
-        first = await _while_connected(request, anext(lines))  # an error before the first line has an HTTP status
-        return StreamingResponse(_sent(request, first, lines, done, written), media_type="text/event-stream")
+            made = await _while_connected(request, complete(service, asked, request))
+            return Response(_json(made), media_type="application/json")
+        events = stream(service, asked, request)
+        first = await _while_connected(request, anext(events))  # an error before the first event has an HTTP status
+        return StreamingResponse(_sent(request, first, events, done, written), media_type="text/event-stream")
 
     return answer
 
 
 async def _sent(
-    request: Request, first: str, lines: AsyncGenerator[str, None], done: str, written: Callable[[str], str]
+    request: Request, first: object, events: AsyncGenerator[Any, None], done: str, written: Callable[[Any], str]
 ) -> AsyncIterator[str]:
     """Yield server-sent events. An error after the first one is sent as an event, since the HTTP status has already
     been sent."""
     try:
         yield written(first)
-        async for line in lines:
-            yield written(line)
+        async for event in events:
+            yield written(event)
     except Exception as error:
         if not isinstance(error, APIError):
             request.scope["failed"] = error  # for the log
         told = body(failure(error), request.scope)
-        yield (_event if "type" in told else _data)(json.dumps(told))
+        yield (_event if "type" in told else _data)(told)
     finally:
-        await lines.aclose()
+        await events.aclose()
     if done:
         yield done
 

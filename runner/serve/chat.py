@@ -155,18 +155,18 @@ def _choice(index: int, answer: Answer, logprobs: list[ChatCompletionTokenLogpro
     )
 
 
-async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGenerator[str, None]:
-    """Yield the answer as JSON chunks. ``Refused`` is raised before the first chunk."""
+async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
+    """Yield the answer in chunks. ``Refused`` is raised before the first chunk."""
     turn = await asyncio.to_thread(asked, service, body)
     chunks = Chunks(service, body, turn)
     async with service.generations(request, turn.prompt, turn.options, body.choices, turn.form) as jobs:
         for index, job in enumerate(jobs):
             async with aclosing(chunks.of(index, job)) as of_job:
                 async for chunk in of_job:
-                    yield chunk.model_dump_json(exclude_unset=True)
+                    yield chunk
     if body.with_usage:
         taken = usage([(len(turn.prompt), jobs)], service.reasoning_end(turn))
-        yield chunks.chunk([], usage=taken).model_dump_json(exclude_unset=True)
+        yield chunks.chunk([], usage=taken)
 
 
 class Chunks:

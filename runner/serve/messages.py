@@ -83,13 +83,6 @@ async def complete(service: Service, body: MessagesBody, request: Request) -> di
     return first["message"]
 
 
-async def stream(service: Service, body: MessagesBody, request: Request) -> AsyncGenerator[str, None]:
-    """Yield the answer as JSON events."""
-    async with aclosing(events(service, body, request)) as made:
-        async for event in made:
-            yield json.dumps(event)
-
-
 async def events(service: Service, body: MessagesBody, request: Request) -> AsyncGenerator[dict[str, Any], None]:
     """Yield Anthropic's events. The message of the first is the whole answer at the end. ``Refused`` is raised before
     the first."""

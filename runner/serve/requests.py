@@ -214,7 +214,7 @@ class MessagesBody(Asked):
     thinking: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     output_config: OutputOptions | None = None
-    metadata: dict[str, Any] | None = None  # type: ignore[assignment]
+    metadata: dict[str, Any] | None = None
 
 
 def parse(kind: type[Body], given: object, defaults: dict[str, Any]) -> Body:

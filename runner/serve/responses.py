@@ -1,7 +1,6 @@
 """Handles ``POST /v1/responses``, which gives the same answers in OpenAI's newer API. Nothing is stored."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -109,17 +108,6 @@ async def complete(service: Service, body: ResponseBody, request: Request) -> Re
         async for event in made:
             last = event
     return last["response"]
-
-
-async def stream(service: Service, body: ResponseBody, request: Request) -> AsyncGenerator[str, None]:
-    """Yield the answer as JSON events."""
-    async with aclosing(events(service, body, request)) as made:
-        async for event in made:
-            yield json.dumps(event, default=_dumped)
-
-
-def _dumped(response: Response) -> dict[str, Any]:
-    return response.model_dump(mode="json", exclude_unset=True, warnings=False)
 
 
 async def events(service: Service, body: ResponseBody, request: Request) -> AsyncGenerator[dict[str, Any], None]:

@@ -190,7 +190,7 @@ class Counting:
     """A matcher that counts the calls of each method."""
 
     def __init__(self, matcher):
-        self._matcher, self.calls = matcher, Counter()
+        self._matcher, self.calls = matcher, Counter[str]()
 
     def __getattr__(self, name):
         self.calls[name] += 1
