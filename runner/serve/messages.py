@@ -30,7 +30,8 @@ def asked(service: Service, body: MessagesBody) -> Turn:
         kind = "function" if each.get("type") in (None, "custom") else each["type"]
         function = {"name": each.get("name"), "parameters": each.get("input_schema")}
         tools.append({"type": kind, "function": function | {"description": each.get("description") or ""}})
-    choice, parallel = body.tool_choice, True
+    choice: Any = body.tool_choice
+    parallel = True
     if isinstance(choice, dict):
         parallel = not choice.get("disable_parallel_tool_use")
         named = {"type": "function", "function": {"name": choice.get("name")}}

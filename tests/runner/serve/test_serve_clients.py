@@ -83,9 +83,10 @@ def test_no_body_is_a_failure_of_the_server(server):
         "completions": COMPLETION | {"echo": True, "logprobs": 1, "logit_bias": {"5": 1}, "stop": ["x"], "n": 1},
         "chat/completions": CHAT | {"messages": history, "tools": [TOOL], "response_format": format_},
         "responses": RESPONSE | {"tools": [FUNCTION | {"type": "function"}], "text": {"format": {"type": "text"}}},
+        "messages": CHAT | {"messages": history, "tools": [{"name": "f", "input_schema": {}}], "system": "x"},
     }
     with httpx.Client(headers=JSON, timeout=60) as client:
-        for number in range(80):
+        for number in range(70):
             path = chance.choice(list(whole))
             body = json.loads(json.dumps(whole[path]))
             at, places = body, []
