@@ -9,8 +9,9 @@ speculation.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import thread_time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,45 +34,76 @@ class GrammarFailed(RuntimeError):
     """Raised if a grammar is too complex for llguidance's limits, or allows no text."""
 
 
+@dataclass
+class Place:
+    """A state of a generation in its grammar: the token that led to it, ``advanced`` if the grammar advanced by it, the
+    tokens that must come next with the index of the first, and what the matcher said of it, by the method's name."""
+
+    where: str
+    token: int = -1
+    advanced: bool = False
+    known: tuple[list[int], int] | None = None
+    said: dict[str, Any] = field(default_factory=dict)
+
+
 class Guide:
     """Tracks one generation in its grammar, and the tokens that may come next. Raises GrammarFailed with llguidance's
-    reason."""
+    reason.
+
+    The same proposals are followed for the draft, the target and the accepted text. So the states after them are kept
+    when they are rolled back, and the matcher follows only when it is asked for something new.
+    """
 
     def __init__(self, constraint: Constraint):
         self._constraint, self._matcher = constraint, constraint.matcher.deep_copy()
-        self._where = GRAMMAR
-        self._known: tuple[list[int], int] | None = None  # tokens that must come next, and the index of the first
-        self._steps: list[tuple[str, bool, tuple[list[int], int] | None]] = []
-        # for each token: the state before, True if the grammar advanced, and what was known before
-        self._spent = 0.0
+        where = GRAMMAR
         if constraint.reasoning_end is not None:
-            self._where = REASONING if constraint.reasoning_begin is None else BEFORE
+            where = REASONING if constraint.reasoning_begin is None else BEFORE
+        self._path, self._now = [Place(where)], 0  # the matcher is at the last place
+        self._spent, self._settled = 0.0, 0
+
+    @property
+    def _place(self) -> Place:
+        return self._path[self._now]
 
     @property
     def free(self) -> bool:
         """True if any token may come next."""
-        return self._where in (REASONING, OVER)
+        return self._place.where in (REASONING, OVER)
 
     def take(self, token: int) -> bool:
         """Advance by one token. Returns False, and does not advance, if the token may not come next."""
+        if self._now + 1 < len(self._path) and self._path[self._now + 1].token == token:
+            self._now += 1
+            return True
+        self._rewind()
         step = self._step(token)
         if step is None:
             return False
-        where, moves = step
-        self._steps.append((self._where, moves, self._known))
-        self._where = where
-        if moves:
-            tokens, index = self._known or ([], 0)
-            self._known = (tokens, index + 1) if tokens[index : index + 1] == [token] else None
+        where, advanced = step
+        known = self._place.known
+        if advanced:
+            tokens, index = known or ([], 0)
+            known = (tokens, index + 1) if tokens[index : index + 1] == [token] else None
+        self._path.append(Place(where, token, advanced, known))
+        self._now += 1
         return True
 
     def back(self, count: int) -> None:
         """Roll back the last ``count`` tokens."""
-        if not count:
-            return
-        self._matcher.rollback(sum(moves for _, moves, _ in self._steps[-count:]))
-        self._where, _, self._known = self._steps[-count]
-        del self._steps[-count:]
+        self._now -= count
+
+    def settle(self) -> None:
+        """Forget the places before the present one: nothing is rolled back beyond it."""
+        del self._path[: self._now]
+        self._settled += self._now
+        self._now = 0
+
+    def _rewind(self) -> None:
+        """Roll the matcher back to the present place."""
+        if count := sum(place.advanced for place in self._path[self._now + 1 :]):
+            self._matcher.rollback(count)
+        del self._path[self._now + 1 :]
 
     @contextmanager
     def ahead(self, tokens: Sequence[int]) -> Iterator[bool]:
@@ -94,8 +126,8 @@ class Guide:
             allowed[forced] = True
         else:
             allowed = np.unpackbits(self._bits(), count=constraint.vocab_size, bitorder="little").astype(bool)
-        allowed[list(constraint.eos_ids)] = self._matcher.is_accepting()
-        if self._where == BEFORE:
+        allowed[list(constraint.eos_ids)] = self._says("is_accepting")
+        if self._place.where == BEFORE:
             allowed[constraint.reasoning_begin] = True
         return allowed
 
@@ -103,10 +135,10 @@ class Guide:
         """Return True if ``token`` is one of ``allowed``. ``take`` accepts more tokens: any tokenization of a text,
         while ``allowed`` has only the tokenizer's own for a forced text."""
         constraint = self._constraint
-        if self.free or (self._where == BEFORE and token == constraint.reasoning_begin):
+        if self.free or (self._place.where == BEFORE and token == constraint.reasoning_begin):
             return True
         if token in constraint.eos_ids:
-            return self._matcher.is_accepting()
+            return self._says("is_accepting")
         if forced := self._must(1):
             return token == forced[0]
         return bool(self._bits()[token >> 3] >> (token & 7) & 1)
@@ -114,11 +146,13 @@ class Guide:
     def forced(self, count: int) -> list[int]:
         """Return up to ``count`` tokens that must come next, as far as the grammar knows. After the end they are end
         tokens, so that no draft step is spent on tokens that are discarded."""
-        if self._where in (BEFORE, REASONING):
+        if self._place.where in (BEFORE, REASONING):
             return []
-        tokens = [] if self._where == OVER else self._must(count)
+        tokens = [] if self._place.where == OVER else self._must(count)
+        if len(tokens) == count:
+            return tokens
         with self.ahead(tokens) as reached:
-            if reached and (self._where == OVER or self._matcher.is_stopped()):
+            if reached and (self._place.where == OVER or self._says("is_stopped")):
                 self._check()
                 tokens = tokens + [self._constraint.eos_ids[0]] * (count - len(tokens))
         return tokens
@@ -127,41 +161,49 @@ class Guide:
         """Return up to ``count`` tokens that must come next. llguidance computes all of a forced text at once, so they
         are kept until the last of them was taken. Every row asks, so the tokens are the same with and without
         speculation."""
-        tokens, index = self._known or ([], 0)
-        if self._known is None or index and index == len(tokens):
-            tokens, index = self._known = self._timed(self._matcher.compute_ff_tokens), 0
+        tokens, index = self._place.known or ([], 0)
+        if self._place.known is None or index and index == len(tokens):
+            tokens, index = self._place.known = self._says("compute_ff_tokens"), 0
         return tokens[index : index + count]
+
+    def _bits(self) -> np.ndarray:
+        """Return the mask of the next token: uint8, one bit per token."""
+        bits = np.frombuffer(self._says("compute_bitmask"), np.uint8)
+        self._check()
+        return bits
+
+    def _says(self, name: str) -> Any:  # noqa: ANN401
+        """Return what the matcher's method says of the present place."""
+        said = self._place.said
+        if name not in said:
+            self._rewind()
+            said[name] = self._timed(getattr(self._matcher, name))
+        return said[name]
 
     def _timed(self, work: Callable[..., T], *given: list[int]) -> T:
         """Return ``work(*given)``. Raises GrammarFailed if the grammar has taken more than its time."""
         start = thread_time()
         done = work(*given)
         self._spent += thread_time() - start
-        most = self._constraint.seconds
-        if most is not None and self._spent > most[0] + most[1] * len(self._steps):
+        most, count = self._constraint.seconds, self._settled + self._now
+        if most is not None and self._spent > most[0] + most[1] * count:
             raise GrammarFailed(
                 f"the grammar of structured_outputs took {self._spent:.1f} s of processor time for "
-                f"{len(self._steps)} tokens, but {most[0]:g} s and {1000 * most[1]:g} ms a token are the limit"
+                f"{count} tokens, but {most[0]:g} s and {1000 * most[1]:g} ms a token are the limit"
             )
         return done
-
-    def _bits(self) -> np.ndarray:
-        """Return the mask of the next token: uint8, one bit per token."""
-        bits = np.frombuffer(self._timed(self._matcher.compute_bitmask), np.uint8)
-        self._check()
-        return bits
 
     def _step(self, token: int) -> tuple[str, bool] | None:
         """Return the state after ``token``, and True if the grammar advances by it; None if the token may not come
         next."""
-        constraint = self._constraint
-        if self._where == OVER:
+        constraint, where = self._constraint, self._place.where
+        if where == OVER:
             return OVER, False
         if token in constraint.eos_ids:
-            return (OVER, False) if self._where == REASONING or self._matcher.is_accepting() else None
-        if self._where == REASONING:
+            return (OVER, False) if where == REASONING or self._says("is_accepting") else None
+        if where == REASONING:
             return GRAMMAR if token == constraint.reasoning_end else REASONING, False
-        if self._where == BEFORE and token == constraint.reasoning_begin:
+        if where == BEFORE and token == constraint.reasoning_begin:
             return REASONING, False
         moved = self._timed(self._matcher.try_consume_tokens, [token])
         self._check()
@@ -249,6 +291,7 @@ class Constrained:
         for token in tokens:
             if not self._guide.take(token):
                 raise RuntimeError(f"token {token} was accepted and is not in the grammar of structured_outputs")
+        self._guide.settle()
         self._choice.accept(tokens)
 
 

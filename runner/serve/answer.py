@@ -54,8 +54,8 @@ class Answer:
         return "tool_calls" if self.calls else "stop"
 
     async def read(self, job: Job, dialogue: Dialogue) -> AsyncGenerator[tuple[list[Part], Delta | None], None]:
-        """Yield for each round the parts that became certain, and the round's delta; at the end the parts that were
-        held back. Raises the errors of ``Job.deltas``."""
+        """Yield for each round the parts that became certain and are no call, and the round's delta; at the end the
+        parts that were held back. Raises the errors of ``Job.deltas``."""
         splitter = self.turn.splitter()
         async with aclosing(job.deltas()) as deltas:
             async for delta in deltas:
@@ -65,9 +65,11 @@ class Answer:
         yield rest + self._called(dialogue), None
 
     def _kept(self, parts: list[Part]) -> list[Part]:
+        """Return the parts that are shown. The text of a forced call is content, but is shown only if it is no call."""
         for part in parts:
             self.texts[part.kind].append(part.text)
-        return parts
+        hidden = (TOOLS, CONTENT) if self.turn.tools.forced else (TOOLS,)
+        return [part for part in parts if part.kind not in hidden]
 
     def _called(self, dialogue: Dialogue) -> list[Part]:
         """Find the tool calls; returns text that is no tool call as content."""
@@ -76,7 +78,8 @@ class Answer:
             self.calls = _forced_calls(tools.choice, self.text(CONTENT), set(tools.schemas))
             if self.calls:
                 self.texts[CONTENT].clear()
-            return []
+            cut = self.text(CONTENT)  # the answer ended before its list of calls was complete
+            return [Part(CONTENT, cut)] if cut else []
         text = self.text(TOOLS)
         if not text or dialogue.dialect is None:
             return []

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from eagle3.runner.serve import chat, completions, responses
+from eagle3.runner.serve import chat, completions, messages, responses
 from eagle3.runner.serve.errors import APIError, Busy, Refused, as_response, body, on_api_error
 from eagle3.runner.serve.gate import Gate, check_type, failure
 from eagle3.runner.serve.limits import read_body
@@ -28,6 +28,7 @@ from eagle3.runner.serve.requests import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    MessagesBody,
     ResponseBody,
     TokenizeBody,
     check_length,
@@ -88,6 +89,11 @@ def build_app(
         given = await _body(request, service, TokenizeBody)
         return JSONResponse(await asyncio.to_thread(_tokenized, service, given))
 
+    async def count_tokens(request: Request) -> Response:
+        given = await _body(request, service, MessagesBody, max_tokens=1)
+        turn = await asyncio.to_thread(messages.asked, service, given)
+        return JSONResponse({"input_tokens": len(turn.prompt)})
+
     async def detokenize(request: Request) -> Response:
         given = await _body(request, service, DetokenizeBody)
         try:
@@ -99,7 +105,9 @@ def build_app(
     posts = {
         "/v1/chat/completions": _endpoint(service, ChatBody, chat.complete, chat.stream, DONE, _data),
         "/v1/completions": _endpoint(service, CompletionBody, completions.complete, completions.stream, DONE, _data),
-        "/v1/responses": _endpoint(service, ResponseBody, responses.complete, responses.stream, "", _event),
+        "/v1/messages": _endpoint(service, MessagesBody, messages.complete, messages.events, "", _event),
+        "/v1/messages/count_tokens": count_tokens,
+        "/v1/responses": _endpoint(service, ResponseBody, responses.complete, responses.events, "", _event),
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }
@@ -117,53 +125,59 @@ def build_app(
     return app
 
 
-def _data(line: str) -> str:
-    return f"data: {line}\n\n"
+def _json(made: BaseModel | dict[str, Any]) -> str:
+    if isinstance(made, BaseModel):
+        return made.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null
+    return json.dumps(made, default=lambda inner: inner.model_dump(mode="json", exclude_unset=True, warnings=False))
 
 
-def _event(line: str) -> str:
-    return f"event: {json.loads(line)['type']}\ndata: {line}\n\n"
+def _data(made: BaseModel | dict[str, Any]) -> str:
+    return f"data: {_json(made)}\n\n"
+
+
+def _event(made: dict[str, Any]) -> str:
+    return f"event: {made['type']}\n{_data(made)}"
 
 
 def _endpoint(
-    service: Service, kind: type[Asked], complete: Endpoint, stream: Endpoint, done: str, written: Callable[[str], str]
+    service: Service, kind: type[Asked], complete: Endpoint, stream: Endpoint, done: str, written: Callable[[Any], str]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         service.jobs.check_room(1)  # before the body is read
         asked = await _body(request, service, kind)
         service.jobs.check_room(asked.generations)  # before the prompt is rendered or tokenized
         if not asked.stream:
-            made: BaseModel = await _while_connected(request, complete(service, asked, request))
-            text = made.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null
-            return Response(text, media_type="application/json")
-        lines = stream(service, asked, request)
-        first = await _while_connected(request, anext(lines))  # an error before the first line has an HTTP status
-        return StreamingResponse(_sent(request, first, lines, done, written), media_type="text/event-stream")
+            made = await _while_connected(request, complete(service, asked, request))
+            return Response(_json(made), media_type="application/json")
+        events = stream(service, asked, request)
+        first = await _while_connected(request, anext(events))  # an error before the first event has an HTTP status
+        return StreamingResponse(_sent(request, first, events, done, written), media_type="text/event-stream")
 
     return answer
 
 
 async def _sent(
-    request: Request, first: str, lines: AsyncGenerator[str, None], done: str, written: Callable[[str], str]
+    request: Request, first: object, events: AsyncGenerator[Any, None], done: str, written: Callable[[Any], str]
 ) -> AsyncIterator[str]:
     """Yield server-sent events. An error after the first one is sent as an event, since the HTTP status has already
     been sent."""
     try:
         yield written(first)
-        async for line in lines:
-            yield written(line)
+        async for event in events:
+            yield written(event)
     except Exception as error:
         if not isinstance(error, APIError):
             request.scope["failed"] = error  # for the log
-        yield _data(json.dumps(body(failure(error))))
+        told = body(failure(error), request.scope)
+        yield (_event if "type" in told else _data)(told)
     finally:
-        await lines.aclose()
+        await events.aclose()
     if done:
         yield done
 
 
-async def _body(request: Request, service: Service, kind: type[Body]) -> Body:
-    """Return the checked body of a request. Raises ``Refused``."""
+async def _body(request: Request, service: Service, kind: type[Body], **given_else: object) -> Body:
+    """Return the checked body of a request, with ``given_else`` for fields that it lacks. Raises ``Refused``."""
     check_type(request.headers.get("content-type", ""))
     try:
         given = await asyncio.wait_for(request.body(), BODY_SECONDS)
@@ -171,7 +185,7 @@ async def _body(request: Request, service: Service, kind: type[Body]) -> Body:
         raise Refused(f"the body took more than {BODY_SECONDS:g} s to arrive", status=408) from None
 
     def parsed() -> Body:
-        return parse(kind, read_body(given, service.metadata.max_seq_len), service.defaults)
+        return parse(kind, read_body(given, service.metadata.max_seq_len), service.defaults | given_else)
 
     if await request.is_disconnected():
         raise ClientDisconnect
@@ -217,9 +231,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _on_http_error(_request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    answer = as_response(Refused(str(error.detail), status=error.status_code))
+    answer = as_response(Refused(str(error.detail), status=error.status_code), request.scope)
     answer.headers.update(error.headers or {})
     return answer
 

@@ -28,7 +28,7 @@ from eagle3.runner.serve.jobs import Job
 from eagle3.runner.serve.limits import MOST_LOGPROBS
 from eagle3.runner.serve.markup import CONTENT, FIELDS, REASONING, Part
 from eagle3.runner.serve.protocol import Delta
-from eagle3.runner.serve.requests import ChatBody, length
+from eagle3.runner.serve.requests import ChatBody, length, template_kwargs
 from eagle3.runner.serve.service import Service
 from eagle3.runner.serve.template import Ending
 from eagle3.runner.text.text import Text, TextStream
@@ -78,10 +78,6 @@ class Authors:
 def asked(service: Service, body: ChatBody) -> Turn:
     """Return the prompt and the options of a generation. Raises ``Refused``."""
     service.check_model(body.model)
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-        kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
     options = body.sampling(service.metadata)
     if body.logprobs:
         count = body.top_logprobs or 0
@@ -109,7 +105,7 @@ def asked(service: Service, body: ChatBody) -> Turn:
         body.tool_choice,
         body.parallel_tool_calls,
         body.response_format,
-        kwargs,
+        template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
         Ending(opens_turn, continues),
     )
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -159,18 +155,18 @@ def _choice(index: int, answer: Answer, logprobs: list[ChatCompletionTokenLogpro
     )
 
 
-async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGenerator[str, None]:
-    """Yield the answer as JSON chunks. ``Refused`` is raised before the first chunk."""
+async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
+    """Yield the answer in chunks. ``Refused`` is raised before the first chunk."""
     turn = await asyncio.to_thread(asked, service, body)
     chunks = Chunks(service, body, turn)
     async with service.generations(request, turn.prompt, turn.options, body.choices, turn.form) as jobs:
         for index, job in enumerate(jobs):
             async with aclosing(chunks.of(index, job)) as of_job:
                 async for chunk in of_job:
-                    yield chunk.model_dump_json(exclude_unset=True)
+                    yield chunk
     if body.with_usage:
         taken = usage([(len(turn.prompt), jobs)], service.reasoning_end(turn))
-        yield chunks.chunk([], usage=taken).model_dump_json(exclude_unset=True)
+        yield chunks.chunk([], usage=taken)
 
 
 class Chunks:
@@ -196,8 +192,7 @@ class Chunks:
 
     async def of(self, index: int, job: Job) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Yield the chunks of one choice: the role, the text of each round, the end."""
-        answer, forced = Answer(self._turn), self._turn.tools.forced
-        service, authors = self._service, None
+        answer, service, authors = Answer(self._turn), self._service, None
         if self._body.return_speculation:
             authors = Authors(service.text, service.metadata, self._turn.options)
         async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
@@ -206,12 +201,9 @@ class Chunks:
                 if first:
                     yield self._one(index, {"role": "assistant", "content": ""})
                     first = False
-                shown = [part for part in parts if part.kind == REASONING or (part.kind == CONTENT and not forced)]
-                fields, more = self._of_round(shown, delta, authors)
+                fields, more = self._of_round(parts, delta, authors)
                 if fields or more:
                     yield self._one(index, fields, **more)
-        if forced and not answer.calls:  # the answer ended before its list of calls was complete
-            yield self._one(index, {"content": answer.text(CONTENT)})
         for number, call in enumerate(answer.calls):
             yield self._one(index, {"tool_calls": [_tool_call(number, call)]})
         yield self._one(index, {}, finish_reason=answer.finish_reason)

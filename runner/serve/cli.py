@@ -160,8 +160,8 @@ def main(
 ) -> None:
     """Serve an artifact of eagle3-export, its folder or its model.pte, behind OpenAI's API.
 
-    The endpoints are chat completions, completions, responses, models, /health and /metrics. The answers equal those
-    without speculation, token for token.
+    The endpoints are chat completions, completions, responses, Anthropic's messages, models, /health and /metrics.
+    The answers equal those without speculation, token for token.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

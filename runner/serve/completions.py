@@ -151,9 +151,9 @@ def _joined(one: Logprobs | None, other: Logprobs | None) -> Logprobs | None:
     return Logprobs.construct(**{name: getattr(one, name) + getattr(other, name) for name in Logprobs.model_fields})
 
 
-async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[str, None]:
-    """Yield the answer as JSON chunks."""
+async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[Completion, None]:
+    """Yield the answer in chunks."""
     async with aclosing(answers(service, body, request)) as chunks:
         async for chunk in chunks:
             if chunk.choices or body.with_usage:
-                yield chunk.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null
+                yield chunk

@@ -281,16 +281,17 @@ def constraint(
 ) -> dict[str, Any] | None:
     """Return the ``structured_outputs`` of a request, None for free text. Raises ``Refused`` for an unknown format and
     for two formats."""
-    found = [each for each in (_of_format(response_format), asked) if each is not None]
-    if tools.forced:
-        found.append({"json": tools.grammar()})
-    elif found and tools.choice == AUTO:
+    formatted = _of_format(response_format)
+    if tools.forced:  # the answer has no text that could have a format
+        formatted = {"json": tools.grammar()}
+    found = [each for each in (formatted, asked) if each is not None]
+    if found and tools.choice == AUTO:
         raise Refused(
             "response_format and tools that may be called do not go together: give tool_choice none or required",
             "response_format",
         )
     if len(found) > 1:
-        raise Refused("response_format, structured_outputs and a forced tool_choice: give one of them")
+        raise Refused("structured_outputs and response_format or a forced tool_choice: give one of them")
     return found[0] if found else None
 
 
@@ -298,11 +299,11 @@ def _of_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
     kind = None if given is None else given.get("type")
     if given is None or kind == "text":
         return None
-    if kind == "json_object":
+    described = given.get("json_schema", given)  # chat completions nest the schema, responses do not
+    schema = described.get("schema", described.get("value")) if isinstance(described, dict) else None
+    if kind == "json_object" and schema is None:  # llama-server and TGI may give it a schema or a value
         return {"json_object": True}
-    if kind == "json_schema":
-        described = given.get("json_schema", given)  # chat completions nest the schema, responses do not
-        schema = described.get("schema") if isinstance(described, dict) else None
+    if kind in ("json_object", "json_schema"):
         if not isinstance(schema, dict | bool):
             raise Refused("response_format.json_schema.schema must be a JSON schema", "response_format")
         return {"json": schema}

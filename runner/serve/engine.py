@@ -35,7 +35,7 @@ from eagle3.runner.serve.protocol import (
     Started,
 )
 
-GRAMMAR_SECONDS = (0.5, 0.001)
+GRAMMAR_SECONDS = (0.25, 0.0005)
 """``Constraint.seconds``: the computing of masks may not keep the model from others."""
 
 

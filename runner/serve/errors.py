@@ -1,4 +1,5 @@
-"""Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, with the status that clients expect.
+"""Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, or in Anthropic's for its paths, with
+the status that clients expect.
 
 The classes come from ExecuTorch's server; this file adds those that it lacks.
 """
@@ -9,10 +10,18 @@ import math
 from executorch.examples.llm_server.python.errors import APIError, ContextLengthExceeded, GenerationError, ModelNotFound
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 __all__ = ["APIError", "Busy", "ContextLengthExceeded", "GenerationError", "ModelNotFound", "Refused", "Unavailable"]
 
 INVALID = "invalid_request_error"
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
+"""The paths of Anthropic's API."""
+ANTHROPIC = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+"""Anthropic's names of errors, by status."""
 LONGEST = 1000
 """The most characters of a message, since a library's message may contain its whole input."""
 
@@ -48,19 +57,23 @@ def line(message: object) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def body(error: APIError) -> dict:
+def body(error: APIError, scope: Scope) -> dict:
+    if scope["path"].endswith(MESSAGES):
+        kind = ANTHROPIC.get(error.status, INVALID if error.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
     return {"error": error.body()["error"] | {"param": getattr(error, "param", None)}}
 
 
-def as_response(error: APIError) -> Response:
+def as_response(error: APIError, scope: Scope) -> Response:
     headers = {}
     if isinstance(error, Busy):
         headers["Retry-After"] = str(error.seconds)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(json.dumps(body(error)), error.status, headers, "application/json")  # lone surrogates are escaped
+    text = json.dumps(body(error, scope))  # lone surrogates are escaped
+    return Response(text, error.status, headers, "application/json")
 
 
-async def on_api_error(_request: Request, error: Exception) -> Response:
+async def on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
-    return as_response(error)
+    return as_response(error, request.scope)

@@ -73,7 +73,7 @@ class Gate:
         try:
             await self._pass(scope, headers, body.receive, sent)
         except (Exception, asyncio.CancelledError) as error:  # cancelled: uvicorn waits no longer
-            failed, answer = error, as_response(failure(error))
+            failed, answer = error, as_response(failure(error), scope)
             if status == 499:
                 await answer(scope, receive, sent)
             else:
@@ -90,12 +90,12 @@ class Gate:
             if self._hosts is not None:
                 self._check_host(headers.get("host", ""))
             if self._key is not None and route(scope) not in OPEN:
-                self._check_key(headers.get("authorization", ""))
+                self._check_key(headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}")
             size = headers.get("content-length", "")
             if size.isdigit() and (len(size) > 19 or int(size) > MOST_BODY):
                 raise _too_large()
         except APIError as error:
-            await as_response(error)(scope, receive, send)
+            await as_response(error, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -15,7 +15,10 @@ from eagle3.runner.text.checks import check_unicode
 
 MOST_BODY = 4 << 20
 MOST_CHOICES, MOST_LOGPROBS = 128, 20
-MOST_ENTRIES = {"stop": 4, "stop_token_ids": 128, "logit_bias": 1024, "tools": 128, "metadata": 16, "include": 16}
+MOST_ENTRIES = {
+    "stop": 4, "stop_sequences": 4, "stop_token_ids": 128, "logit_bias": 1024, "tools": 128, "metadata": 16,
+    "include": 16,
+}  # fmt: skip
 MOST_STOP_CHARACTERS = 1000
 MOST_ENUM_VALUES = 1000
 MOST_STRING, MOST_CHARACTERS = 15_000, 120_000
@@ -99,12 +102,13 @@ def _check_fields(given: dict[str, Any], context: int) -> None:
         _check_count(given.get(name), most, name)
     for name in ("messages", "input"):
         _check_count(given.get(name), context, name)
-    stops = given.get("stop")
-    for stop in stops if isinstance(stops, list) else [stops]:
-        if isinstance(stop, str) and len(stop) > MOST_STOP_CHARACTERS:
-            raise Refused(f"stop has a string of {len(stop):,} characters, at most {MOST_STOP_CHARACTERS} work", "stop")
+    for name in ("stop", "stop_sequences"):
+        stops = given.get(name)
+        for stop in stops if isinstance(stops, list) else [stops]:
+            if isinstance(stop, str):
+                _most(len(stop), MOST_STOP_CHARACTERS, "a string of {} characters", name)
     _check_prompt(given.get("prompt"), context)
-    for name in ("response_format", "structured_outputs", "text"):
+    for name in ("response_format", "structured_outputs", "text", "output_config"):
         _check_schema([given.get(name)], name)
     tools = given.get("tools")
     if isinstance(tools, list):  # what a tool says of itself is no part of a grammar

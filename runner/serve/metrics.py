@@ -8,6 +8,20 @@ from eagle3.runner.serve.jobs import Job
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens."),
+    "generation_tokens": ("generation_tokens", "Generated tokens."),
+    "prefix_cache_queries": ("prompt_tokens", "Prompt tokens that were looked for in the KV cache."),
+    "prefix_cache_hits": ("reused_prompt_tokens", "Prompt tokens that the KV cache held."),
+    "spec_decode_num_drafts": ("num_drafts", "Chains of draft tokens that were verified."),
+    "spec_decode_num_draft_tokens": ("num_draft_tokens", "Draft tokens."),
+    "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Draft tokens that were accepted."),
+    "spec_decode_num_lookup_draft_tokens": ("num_lookup_draft_tokens", "Draft tokens of the lookup."),
+    "spec_decode_num_lookup_accepted_tokens": (
+        "num_lookup_accepted_tokens", "Draft tokens of the lookup that were accepted.",
+    ),
+}  # fmt: skip
+"""The field of ``GenerationStats`` and the text of each counter, by its name."""
 
 
 class Metrics:
@@ -17,17 +31,7 @@ class Metrics:
         self._registry, self._name = CollectorRegistry(), model_name
         self.running = self._gauge("num_requests_running", "Requests whose answers are being generated.")
         self.waiting = self._gauge("num_requests_waiting", "Requests that wait.")
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens.")
-        self._generation = self._counter("generation_tokens", "Generated tokens.")
-        self._queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the KV cache.")
-        self._hits = self._counter("prefix_cache_hits", "Prompt tokens that the KV cache held.")
-        self._drafts = self._counter("spec_decode_num_drafts", "Chains of draft tokens that were verified.")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens.")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
-        self._lookup_tokens = self._counter("spec_decode_num_lookup_draft_tokens", "Draft tokens of the lookup.")
-        self._lookup_accepted = self._counter(
-            "spec_decode_num_lookup_accepted_tokens", "Draft tokens of the lookup that were accepted."
-        )
+        self._counters = {name: self._counter(name, text) for name, (_, text) in COUNTERS.items()}
         self._accepted_at = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position in the chain.",
             ["model_name", "position"], registry=self._registry,
@@ -70,15 +74,8 @@ class Metrics:
             return
         stats = outcome.stats
         self._success.labels(self._name, outcome.finish_reason).inc()
-        self._prompt.inc(stats.prompt_tokens)
-        self._queries.inc(stats.prompt_tokens)
-        self._hits.inc(stats.reused_prompt_tokens)
-        self._generation.inc(stats.generation_tokens)
-        self._drafts.inc(stats.num_drafts)
-        self._draft_tokens.inc(stats.num_draft_tokens)
-        self._accepted.inc(stats.num_accepted_tokens)
-        self._lookup_tokens.inc(stats.num_lookup_draft_tokens)
-        self._lookup_accepted.inc(stats.num_lookup_accepted_tokens)
+        for name, (source, _) in COUNTERS.items():
+            self._counters[name].inc(getattr(stats, source))
         for position, count in enumerate(stats.accepted_at):
             self._accepted_at.labels(self._name, str(position)).inc(count)
         self._queued.observe(times.started - times.submitted)

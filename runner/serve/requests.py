@@ -1,4 +1,4 @@
-"""Checks the request bodies of the three endpoints, and converts them to the library's options.
+"""Checks the request bodies of the endpoints, and converts them to the library's options.
 
 Chat bodies extend ExecuTorch's with fields that its server refuses. An unknown field is refused, because an ignored
 typing error would give another text than requested. Fields that change no text are accepted and ignored.
@@ -7,7 +7,7 @@ typing error would give another text than requested. Fields that change no text 
 from typing import Any, TypeVar
 
 from executorch.examples.llm_server.python.protocol import ChatCompletionRequest, StreamOptions
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eagle3.runner.contract import Metadata
 from eagle3.runner.serve.errors import ContextLengthExceeded, Refused
@@ -19,14 +19,18 @@ from eagle3.runner.text.text import Text
 
 IGNORED = frozenset(
     (
-        "background", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "safety_identifier", "service_tier", "session_id", "store", "truncation", "user", "verbosity",
+        "background", "client_metadata", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "safety_identifier", "service_tier", "session_id", "store", "truncation", "user",
+        "verbosity",
         # vLLM and llama-server
         "cache_prompt", "cache_salt", "id_slot", "include_reasoning", "n_keep", "priority", "reasoning_format",
         "request_id", "return_progress", "timings_per_token",
+        # Anthropic
+        "cache_control", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id",
+        "workspace_id",
     )
 )  # fmt: skip
-"""Fields of OpenAI, vLLM and llama-server that do not change the text here."""
+"""Fields of OpenAI, vLLM, llama-server and Anthropic that do not change the text here."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True, False), "allowed_token_ids": ([],), "bad_words": ([],), "documents": ([],),
     "dry_multiplier": (0,), "dynatemp_range": (0,), "grammar": ("",), "include_stop_str_in_output": (False,),
@@ -188,6 +192,31 @@ class ResponseBody(Asked):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class OutputOptions(BaseModel):
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class Said(BaseModel):
+    role: str
+    content: str | list[dict[str, Any]]
+
+
+class MessagesBody(Asked):
+    """``POST /v1/messages``, Anthropic's, and ``/v1/messages/count_tokens``, which has no ``max_tokens``"""
+
+    messages: list[Said]
+    max_tokens: int = Field(ge=1)
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    output_config: OutputOptions | None = None
+    metadata: dict[str, Any] | None = None
+
+
 def parse(kind: type[Body], given: object, defaults: dict[str, Any]) -> Body:
     """Return a parsed JSON body as ``kind``, with ``defaults`` for fields that it lacks. Raises ``Refused``, with the
     field's name, for an invalid value."""
@@ -244,6 +273,12 @@ def check_length(text: Text, metadata: Metadata, given: str) -> None:
         text.check_length(given, metadata.max_seq_len)
     except ValueError as error:
         raise Refused(str(error), code="context_length_exceeded") from None
+
+
+def template_kwargs(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Return arguments of a chat template, with a request's effort of reasoning under the names that templates read."""
+    named = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return named | (given or {})
 
 
 def with_own_seeds(options: dict[str, Any], count: int) -> list[dict[str, Any]]:

@@ -4,35 +4,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any
 
-from openai.types.responses import (
-    Response,
-    ResponseCompletedEvent,
-    ResponseContentPartAddedEvent,
-    ResponseContentPartDoneEvent,
-    ResponseCreatedEvent,
-    ResponseFunctionCallArgumentsDeltaEvent,
-    ResponseFunctionCallArgumentsDoneEvent,
-    ResponseFunctionToolCall,
-    ResponseIncompleteEvent,
-    ResponseInProgressEvent,
-    ResponseOutputItemAddedEvent,
-    ResponseOutputItemDoneEvent,
-    ResponseOutputMessage,
-    ResponseOutputRefusal,
-    ResponseOutputText,
-    ResponseReasoningItem,
-    ResponseReasoningTextDeltaEvent,
-    ResponseReasoningTextDoneEvent,
-    ResponseTextDeltaEvent,
-    ResponseTextDoneEvent,
-    ResponseUsage,
-)
-from openai.types.responses.response import IncompleteDetails
-from openai.types.responses.response_reasoning_item import Content
+from openai.types.responses import Response, ResponseUsage
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import Request
 
 from eagle3.runner.serve.answer import Answer, Call, new_id, usage
@@ -40,7 +16,7 @@ from eagle3.runner.serve.dialogue import Turn
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.jobs import Job
 from eagle3.runner.serve.markup import CONTENT, REASONING
-from eagle3.runner.serve.requests import ResponseBody, invalid, length
+from eagle3.runner.serve.requests import ResponseBody, invalid, length, template_kwargs
 from eagle3.runner.serve.service import Service
 from eagle3.runner.serve.template import SYSTEM, THOUGHT, Message
 from eagle3.runner.text.checks import shown
@@ -51,7 +27,6 @@ INCLUDED = (
     "code_interpreter_call.outputs",
 )  # fmt: skip
 """The entries of ``include`` that add nothing here: reasoning items have their text, and there are no such calls."""
-Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def asked(service: Service, body: ResponseBody) -> Turn:
@@ -66,30 +41,23 @@ def asked(service: Service, body: ResponseBody) -> Turn:
         raise Refused("background is not supported: this server keeps no responses, leave it out", "background")
     if body.choices != 1:
         raise Refused("n is not supported here: a response is one answer", "n")
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning and (effort := body.reasoning.effort):
-        kwargs.setdefault("reasoning_effort", effort)
-        kwargs.setdefault("enable_thinking", effort != "none")
-    tools = [_tool(number, tool) for number, tool in enumerate(body.tools or [])] or None
     turn = service.dialogue.turn(
         _messages(body),
         body.sampling(service.metadata),
-        tools,
+        [_tool(tool) for tool in body.tools or ()] or None,
         body.tool_choice,
         body.parallel_tool_calls,
         body.text.format if body.text else None,
-        kwargs,
+        template_kwargs(body.chat_template_kwargs, body.reasoning.effort if body.reasoning else None),
     )
     turn.options["max_new_tokens"] = length(service.metadata, turn.prompt, body.max_output_tokens, "max_output_tokens")
     return turn
 
 
-def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a function in the form of chat completions and chat templates."""
-    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise Refused(f"tools.{number} must be a function with a name: no other tools are supported", "tools")
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool in the form of chat completions and chat templates, which nest the function."""
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+    return {"type": tool.get("type"), "function": function}
 
 
 def _messages(body: ResponseBody) -> list[Message]:
@@ -139,17 +107,10 @@ async def complete(service: Service, body: ResponseBody, request: Request) -> Re
     async with aclosing(events(service, body, request)) as made:
         async for event in made:
             last = event
-    return last.response
+    return last["response"]
 
 
-async def stream(service: Service, body: ResponseBody, request: Request) -> AsyncGenerator[str, None]:
-    """Yield the answer as JSON events."""
-    async with aclosing(events(service, body, request)) as made:
-        async for event in made:
-            yield event.model_dump_json(exclude_unset=True)
-
-
-async def events(service: Service, body: ResponseBody, request: Request) -> AsyncGenerator[Any, None]:
+async def events(service: Service, body: ResponseBody, request: Request) -> AsyncGenerator[dict[str, Any], None]:
     """Yield OpenAI's events, the last of which has the whole response. ``Refused`` is raised before the first."""
     turn = await asyncio.to_thread(asked, service, body)
     form = "text" if turn.form == "response_format" else turn.form
@@ -159,8 +120,8 @@ async def events(service: Service, body: ResponseBody, request: Request) -> Asyn
     except ValidationError as error:  # openai's types check what the client gave
         raise invalid(error) from None
     async with service.generations(request, turn.prompt, turn.options, 1, form) as jobs:
-        yield log.event(ResponseCreatedEvent, "response.created", response=begun)
-        yield log.event(ResponseInProgressEvent, "response.in_progress", response=begun)
+        yield log.event("response.created", response=begun)
+        yield log.event("response.in_progress", response=begun)
         async with aclosing(log.of(jobs[0])) as made:
             async for event in made:
                 yield event
@@ -172,13 +133,13 @@ class Events:
     def __init__(self, service: Service, body: ResponseBody, turn: Turn):
         self._service, self._body, self._turn = service, body, turn
         self._id, self._created, self._number = new_id("resp"), time.time(), -1
-        self._items: list[BaseModel] = []
+        self._items: list[dict[str, Any]] = []
         self._open: str | None = None  # the kind of the output item that is open for more text
         self._text, self._item_id = "", ""
 
-    def event(self, kind: type[BaseModel], name: str, **fields: Any) -> BaseModel:
+    def event(self, name: str, /, **fields: Any) -> dict[str, Any]:
         self._number += 1
-        return kind(type=name, sequence_number=self._number, **fields)
+        return {"type": name, "sequence_number": self._number} | fields
 
     def response(self, status: str, **more: Any) -> Response:
         body = self._body
@@ -204,18 +165,14 @@ class Events:
         )
         return Response(**fields)
 
-    async def of(self, job: Job) -> AsyncGenerator[BaseModel, None]:
+    async def of(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of each round, and the end."""
-        answer, forced = Answer(self._turn), self._turn.tools.forced
+        answer = Answer(self._turn)
         async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
             async for parts, _ in rounds:
                 for part in parts:
-                    if part.kind == REASONING or (part.kind == CONTENT and not forced):
-                        for event in self._add(part.kind, part.text):
-                            yield event
-        if forced and not answer.calls:  # the answer ended before its list of calls was complete
-            for event in self._add(CONTENT, answer.text(CONTENT)):
-                yield event
+                    for event in self._add(part.kind, part.text):
+                        yield event
         whole = answer.finish_reason != "length"
         if not self._items and not self._open and not answer.calls:
             for event in self._add(CONTENT, ""):
@@ -227,7 +184,7 @@ class Events:
                 yield event
         yield self._ended(job, whole)
 
-    def _ended(self, job: Job, whole: bool) -> BaseModel:
+    def _ended(self, job: Job, whole: bool) -> dict[str, Any]:
         taken = usage([(len(self._turn.prompt), [job])], self._service.reasoning_end(self._turn))
         prompt, completion = taken.prompt_tokens_details, taken.completion_tokens_details
         assert prompt is not None and completion is not None
@@ -238,92 +195,72 @@ class Events:
             output_tokens_details=OutputTokensDetails(**completion.model_dump(exclude_none=True)),
             total_tokens=taken.total_tokens,
         )
-        if whole:
-            return self.event(
-                ResponseCompletedEvent, "response.completed", response=self.response("completed", usage=spent)
-            )
-        why = IncompleteDetails(reason="max_output_tokens")
-        cut = self.response("incomplete", usage=spent, incomplete_details=why)
-        return self.event(ResponseIncompleteEvent, "response.incomplete", response=cut)
+        status = "completed" if whole else "incomplete"
+        why = {} if whole else {"incomplete_details": {"reason": "max_output_tokens"}}
+        return self.event(f"response.{status}", response=self.response(status, usage=spent, **why))
 
-    def _add(self, kind: str, text: str) -> list[BaseModel]:
+    def _add(self, kind: str, text: str) -> list[dict[str, Any]]:
         made = []
         if self._open != kind:
             made += self._close(whole=True)
             made += self._begin(kind)
         self._text += text
-        place = {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0, "delta": text}
-        if not text:
-            return made
-        if kind == REASONING:
-            made.append(self.event(ResponseReasoningTextDeltaEvent, "response.reasoning_text.delta", **place))
-        else:
-            made.append(self.event(ResponseTextDeltaEvent, "response.output_text.delta", logprobs=[], **place))
+        if text:
+            made.append(self._of_text("delta", delta=text))
         return made
 
-    def _begin(self, kind: str) -> list[BaseModel]:
+    def _begin(self, kind: str) -> list[dict[str, Any]]:
         self._open, self._text = kind, ""
         self._item_id = new_id("rs" if kind == REASONING else "msg")
-        item = self._item("in_progress", empty=True)
-        index = len(self._items)
-        made = [self.event(ResponseOutputItemAddedEvent, "response.output_item.added", item=item, output_index=index)]
+        made = [self._of_item("added", self._item("in_progress", []))]
         if kind == CONTENT:
-            place = {"item_id": self._item_id, "output_index": index, "content_index": 0, "part": self._part()}
-            made.append(self.event(ResponseContentPartAddedEvent, "response.content_part.added", **place))
+            made.append(self.event("response.content_part.added", **self._place(), part=self._part()))
         return made
 
-    def _item(self, status: Status, empty: bool = False) -> ResponseReasoningItem | ResponseOutputMessage:
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0}
+
+    def _of_text(self, name: str, **more: str) -> dict[str, Any]:
         if self._open == REASONING:
-            thought = [] if empty else [Content(type="reasoning_text", text=self._text)]
-            return ResponseReasoningItem(id=self._item_id, type="reasoning", summary=[], content=thought, status=status)
-        said: list[ResponseOutputText | ResponseOutputRefusal] = [] if empty else [self._part()]
-        return ResponseOutputMessage(id=self._item_id, type="message", role="assistant", content=said, status=status)
+            return self.event(f"response.reasoning_text.{name}", **self._place(), **more)
+        return self.event(f"response.output_text.{name}", **self._place(), logprobs=[], **more)
 
-    def _part(self) -> ResponseOutputText:
-        return ResponseOutputText(type="output_text", text=self._text, annotations=[])
+    def _of_item(self, name: str, item: dict[str, Any]) -> dict[str, Any]:
+        return self.event(f"response.output_item.{name}", item=item, output_index=len(self._items))
 
-    def _close(self, whole: bool) -> list[BaseModel]:
+    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        item = {"id": self._item_id, "content": content, "status": status}
+        if self._open == REASONING:
+            return item | {"type": "reasoning", "summary": []}
+        return item | {"type": "message", "role": "assistant"}
+
+    def _part(self) -> dict[str, Any]:
+        if self._open == REASONING:
+            return {"type": "reasoning_text", "text": self._text}
+        return {"type": "output_text", "text": self._text, "annotations": []}
+
+    def _close(self, whole: bool) -> list[dict[str, Any]]:
         """End the open output item."""
         if self._open is None:
             return []
-        place = {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0}
-        item = self._item("completed" if whole else "incomplete")
-        if self._open == REASONING:
-            name = "response.reasoning_text.done"
-            made = [self.event(ResponseReasoningTextDoneEvent, name, text=self._text, **place)]
-        else:
-            name = "response.output_text.done"
-            made = [self.event(ResponseTextDoneEvent, name, text=self._text, logprobs=[], **place)]
-            name = "response.content_part.done"
-            made.append(self.event(ResponseContentPartDoneEvent, name, part=self._part(), **place))
-        return made + self._done(item)
+        made = [self._of_text("done", text=self._text)]
+        if self._open == CONTENT:
+            made.append(self.event("response.content_part.done", **self._place(), part=self._part()))
+        return made + self._done(self._item("completed" if whole else "incomplete", [self._part()]))
 
-    def _done(self, item: BaseModel) -> list[BaseModel]:
-        index = len(self._items)
+    def _done(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        made = [self._of_item("done", item)]
         self._items.append(item)
         self._open = None
-        return [self.event(ResponseOutputItemDoneEvent, "response.output_item.done", item=item, output_index=index)]
+        return made
 
-    def _called(self, call: Call) -> list[BaseModel]:
-        common: dict[str, Any] = {"id": new_id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
-        index = len(self._items)
-        begun = ResponseFunctionToolCall(arguments="", status="in_progress", **common)
-        place: dict[str, Any] = {"item_id": common["id"], "output_index": index}
-        made = [
-            self.event(ResponseOutputItemAddedEvent, "response.output_item.added", item=begun, output_index=index),
-            self.event(
-                ResponseFunctionCallArgumentsDeltaEvent,
-                "response.function_call_arguments.delta",
-                delta=call.arguments,
-                **place,
-            ),
-            ResponseFunctionCallArgumentsDoneEvent.construct(
-                type="response.function_call_arguments.done",
-                sequence_number=self._number + 1,
-                arguments=call.arguments,
-                name=call.name,
-                **place,
-            ),
+    def _called(self, call: Call) -> list[dict[str, Any]]:
+        item = {"id": new_id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
+        place = {"item_id": item["id"], "output_index": len(self._items)}
+        name = "response.function_call_arguments"
+        return [
+            self._of_item("added", item | {"arguments": "", "status": "in_progress"}),
+            self.event(f"{name}.delta", delta=call.arguments, **place),
+            self.event(f"{name}.done", arguments=call.arguments, name=call.name, **place),
+            *self._done(item | {"arguments": call.arguments, "status": "completed"}),
         ]
-        self._number += 1
-        return made + self._done(ResponseFunctionToolCall(arguments=call.arguments, status="completed", **common))

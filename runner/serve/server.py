@@ -27,6 +27,9 @@ HEADER_SECONDS = 20.0
 """The seconds for the headers of a request, from the connection or the previous response."""
 MOST_HEADERS = 1 << 16
 """The bytes of the headers of a request, beyond which the connection closes."""
+READ_BYTES = 1 << 14
+"""The bytes that are read from a connection at a time: asyncio's 256 kB, from hundreds of connections in turn, keep the
+event loop from answers for tenths of a second."""
 UNREAD_MILLISECONDS = 60_000
 """The time after which a connection closes whose client reads nothing that was sent."""
 MOST_CONNECTIONS, SPARE_DESCRIPTORS = 4096, 64
@@ -46,6 +49,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         if hasattr(socket, "TCP_USER_TIMEOUT") and transport.get_extra_info("socket").family != socket.AF_UNIX:
             transport.get_extra_info("socket").setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MILLISECONDS

@@ -21,6 +21,9 @@ from eagle3.runner.system.command import tell
 from eagle3.runner.text.checks import check_ids
 from eagle3.runner.text.text import TOKENIZER_FILE, Text
 
+NO_MODEL = "dummy"
+"""The name that huggingface_hub's client sends if none was given."""
+
 
 @dataclass
 class Service:
@@ -42,7 +45,7 @@ class Service:
 
     def check_model(self, asked: str | None) -> None:
         """Raise ModelNotFound if a request names another model; it need not name any."""
-        if asked is not None and asked != self.model_id:
+        if asked not in (None, self.model_id, NO_MODEL):
             raise ModelNotFound(asked, self.model_id)
 
     def encode(self, prompt: str | list[int]) -> list[int]:

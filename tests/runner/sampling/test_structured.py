@@ -2,6 +2,7 @@
 refused in one line."""
 
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -186,17 +187,14 @@ def test_tokens_forced_by_a_grammar_take_no_draft_step(model):
 
 
 class Counting:
-    """A matcher that counts the computations of forced text."""
+    """A matcher that counts the calls of each method."""
 
     def __init__(self, matcher):
-        self._matcher, self.computed = matcher, 0
+        self._matcher, self.calls = matcher, Counter[str]()
 
     def __getattr__(self, name):
+        self.calls[name] += 1
         return getattr(self._matcher, name)
-
-    def compute_ff_tokens(self):
-        self.computed += 1
-        return self._matcher.compute_ff_tokens()
 
 
 def test_a_forced_text_is_computed_once_however_often_it_is_asked_for(grammars):
@@ -210,7 +208,20 @@ def test_a_forced_text_is_computed_once_however_often_it_is_asked_for(grammars):
         with guide.ahead(ahead) as reached:
             assert reached and guide.forced(1) == [whole[place + 3]] and not guide.allows(ahead[0] + 1)
         assert all(guide.take(token) for token in ahead)
-    assert counting.computed == 1
+    assert counting.calls["compute_ff_tokens"] == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_proposal_is_followed_once_in_a_round(grammars, temperature):
+    """The draft's later rows, the target's rows and the accepted text ask for the same states again."""
+    metadata = replace(scripted(), draft_vocab_size=2048)
+    target, draft = random_logits(1, 13, 2048)[0], random_logits(2, 7, 2048)[0]
+    session, guide = LogitsSession(metadata, target, draft, torch.arange(2048)), Guide(grammars.compile(ASKED[2]))
+    guide._matcher = counting = Counting(guide._matcher)
+    inner = Sampler(Options(temperature=temperature, seed=1), metadata, [9, 8, 7]) if temperature else Greedy()
+    said = complete(session, [9, 8, 7], max_new_tokens=30, chain=3, choice=Constrained(inner, guide, metadata))
+    followed, masks = counting.calls["try_consume_tokens"], counting.calls["compute_bitmask"]
+    assert max(followed, masks) <= 4 * (said.stats.num_drafts + 1)
 
 
 def test_a_grammar_has_a_limited_time(grammars):

@@ -83,9 +83,10 @@ def test_no_body_is_a_failure_of_the_server(server):
         "completions": COMPLETION | {"echo": True, "logprobs": 1, "logit_bias": {"5": 1}, "stop": ["x"], "n": 1},
         "chat/completions": CHAT | {"messages": history, "tools": [TOOL], "response_format": format_},
         "responses": RESPONSE | {"tools": [FUNCTION | {"type": "function"}], "text": {"format": {"type": "text"}}},
+        "messages": CHAT | {"messages": history, "tools": [{"name": "f", "input_schema": {}}], "system": "x"},
     }
     with httpx.Client(headers=JSON, timeout=60) as client:
-        for number in range(80):
+        for number in range(70):
             path = chance.choice(list(whole))
             body = json.loads(json.dumps(whole[path]))
             at, places = body, []
@@ -112,8 +113,25 @@ def test_fields_that_ask_for_nothing_are_ignored(server):
     given |= {"id_slot": -1, "priority": 0, "skip_special_tokens": True, "bad_words": [], "guided_json": None}
     assert server.post("/completions", COMPLETION | given).json()["choices"] == plain
     given = {"include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}, "store": True, "background": False}
+    given |= {"client_metadata": {"a": "b"}}  # Codex's
     made = server.post("/responses", RESPONSE | given).json()
     assert (made["metadata"], made["store"], made["background"]) == ({"a": "b"}, False, False)
+
+
+@pytest.mark.parametrize("name", ["schema", "value"])
+def test_an_object_may_have_a_schema(server, name):
+    """llama-server has ``schema``; huggingface_hub's client sends ``value``, and ``dummy`` if it knows no model."""
+    format_ = {"type": "json_object", name: {"enum": [{"on": True}]}}
+    given = CHAT | {"model": "dummy", "response_format": format_, "max_tokens": 40}
+    assert server.post("/chat/completions", given).json()["choices"][0]["message"]["content"] == '{"on": true}'
+
+
+def test_a_forced_call_has_no_text_that_a_format_could_describe(server):
+    """instructor gives both in responses."""
+    format_ = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "boolean"}}}
+    given = RESPONSE | {"tools": [FUNCTION | {"type": "function"}], "text": format_, "max_output_tokens": 100}
+    made = server.post("/responses", given | {"tool_choice": {"type": "function", "name": "seek"}}).json()
+    assert [item["type"] for item in made["output"]] == ["function_call"]
 
 
 @pytest.mark.parametrize("nested", [True, False])

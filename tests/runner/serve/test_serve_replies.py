@@ -93,8 +93,8 @@ class Scripted:
 
     async def _streamed(self, given: dict) -> tuple:
         texts, calls, reason = {"reasoning_content": "", "content": ""}, [], None
-        async for line in chat.stream(self._service, self._body(given, stream=True), Request({"type": "http"})):
-            [choice] = json.loads(line)["choices"]
+        async for chunk in chat.stream(self._service, self._body(given, stream=True), Request({"type": "http"})):
+            [choice] = chunk.model_dump(exclude_unset=True)["choices"]
             for name in texts:
                 texts[name] += choice["delta"].get(name) or ""
             for call in choice["delta"].get("tool_calls") or []:
