@@ -78,6 +78,16 @@ class Plan:
         """The headers of the target's weights that are quantized in the checkpoint."""
         return [header for header in self.target_headers.values() if header.quantized]
 
+    @property
+    def kept_headers(self) -> dict[str, TensorHeader]:
+        """The headers among ``quantized_headers``, by name, whose codes the artifact keeps."""
+        entry, found = BACKENDS[self.config.backend], {}
+        for name, header in self.target_headers.items():
+            fits = entry.kept_group and header.group and len(header.shape) == 2 and not header.group % entry.kept_group
+            if header.quantized and (entry.quantizes or (fits and self.config.qlinear is None)):
+                found[name] = header
+        return found
+
     @cached_property
     def skeleton(self) -> Skeleton:
         """The target on the meta device. Callers read it and must not change it."""
