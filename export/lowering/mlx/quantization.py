@@ -20,6 +20,7 @@ from torchao.utils import TorchAOBaseTensor
 from eagle3.export.lowering.covered_weights import CoveredWeights
 from eagle3.export.lowering.mlx.recipe import Recipe
 from eagle3.export.lowering.xnnpack.quantization import by_rows, taken_from
+from eagle3.targets.loading import is_plain
 
 DTYPE = torch.bfloat16
 
@@ -73,12 +74,10 @@ class KeptCodes(CoveredWeights):
 
     def __init__(self, model: nn.Module, recipe: Recipe, names: Set[str | None]):
         super().__init__(model, recipe.covers, partial(quantized, recipe))
-        modules = model.named_modules(remove_duplicate=False)
-        matrices = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Linear | nn.Embedding)}
-        self.names, self.kept = matrices & names, 0
+        self.names, self.kept = names, 0
 
     def __call__(self, name: str, value: Tensor) -> Tensor:
-        if name not in self.names:
+        if name not in self.names or is_plain(value):  # parts that were joined may have been dequantized
             return super().__call__(name, value)
         self.kept += 1
         return grouped(value)
