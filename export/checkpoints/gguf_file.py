@@ -264,7 +264,7 @@ def _grouped(kind: str, blocks: Tensor) -> Tensor:
     by_block = blocks.unflatten(1, (-1, 2 + (group // 2 if four else group)))
     scale, codes = by_block[..., :2].contiguous().view(torch.float16).squeeze(-1).float(), by_block[..., 2:]
     codes = torch.cat((codes & 0xF, codes >> 4), dim=-1).to(torch.int8) - 8 if four else codes.view(torch.int8)
-    zero, held = torch.zeros_like(scale, dtype=torch.int8), torch.int4 if four else torch.int8
+    zero, held = torch.zeros_like(scale, dtype=torch.int8), torch.int4 if four else torch.int8  # type: ignore[attr-defined]
     return IntxUnpackedToInt8Tensor(codes.flatten(1), scale, zero, held, (1, group), torch.float32, None)
 
 

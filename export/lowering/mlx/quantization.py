@@ -95,8 +95,8 @@ def grouped(weight: Tensor) -> GroupedWeight:
     elif isinstance(weight, ExportableInt4Tensor):
         codes = torch.stack((weight.qdata & 0xF, weight.qdata >> 4), dim=-1).flatten(1).to(torch.int8) - 8
         scale, zero = (part.t().float().contiguous() for part in (weight.scale, weight.zero_point))
-        block = 1, weight.group_size
-        made = IntxUnpackedToInt8Tensor(codes, scale, zero - 8, torch.int4, block, torch.float32, None)
+        held, block = torch.int4, (1, weight.group_size)  # type: ignore[attr-defined]
+        made = IntxUnpackedToInt8Tensor(codes, scale, zero - 8, held, block, torch.float32, None)
     scale, zero = made.scale.float(), made.zero_point
     narrow = scale.to(DTYPE)
     if torch.equal(narrow.float(), scale) and not zero.any():
