@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from eagle3.export.checkpoints.source import TensorHeader
 from eagle3.export.checks.preflight import memory_of_export
-from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.lowering.backend import load_backend
 from eagle3.export.planning.memory import GpuMemory, longest_context
 from eagle3.export.planning.plan import Plan
@@ -123,16 +123,22 @@ def draft_text(plan: Plan) -> str:
 
 def quantized_text(plan: Plan) -> str:
     """Return a line on a quantized checkpoint: how many weights are quantized, and how the export converts them."""
-    quantized = plan.quantized_headers
-    kinds = " and ".join(sorted({header.dtype for header in quantized}))
-    if BACKENDS[plan.config.backend].quantizes:
-        return f"weights  {len(quantized)} are quantized already ({kinds}) and keep their codes"
-    dense = sum(4 * header.elements for header in quantized)
-    line = f"weights  {len(quantized)} are quantized ({kinds}) and dequantized to float32 as they load"
+    kept = plan.kept_headers
+    others = [header for name, header in plan.target_headers.items() if header.quantized and name not in kept]
+    line = f"weights  {len(kept)} are quantized already ({_kinds(kept.values())}) and keep their codes"
+    if not others:
+        return line
+    dense = sum(4 * header.elements for header in others)
+    first = f"{line}, {len(others)} " if kept else f"weights  {len(others)} "
+    line = f"{first}are quantized ({_kinds(others)}) and dequantized to float32 as they load"
     if plan.qlinear != "checkpoint":
         return f"{line}, then quantized again: {plan.qlinear}"
     again = "; then the embedding is quantized to 8 bits" if plan.config.qembedding == "8w" else ""
     return f"{line}, {size_text(dense)}{again}"
+
+
+def _kinds(headers: Iterable[TensorHeader]) -> str:
+    return " and ".join(sorted({header.dtype for header in headers}))
 
 
 def result_text(plan: Plan, record: dict[str, Any]) -> str:

@@ -1,9 +1,10 @@
 """Reads GGUF, llama.cpp's format, from a single file or a split one. Weights are quantized in blocks and stay
 memory-mapped.
 
-K-quants (Q4_K, Q5_K, Q6_K) become ExecuTorch's ``ExportableGGUFTensor`` with their blocks unchanged. Blocks of every
-other type are dequantized to float32, which is exact. Configuration and tokenizer come from the original model's
-Hugging Face folder; the file's metadata must agree with them (``gguf_metadata``).
+K-quants (Q4_K, Q5_K, Q6_K) become ExecuTorch's ``ExportableGGUFTensor`` with their blocks unchanged, matrices in Q4_0
+and Q8_0 torchao's tensors with the same codes. Blocks of every other type are dequantized to float32, which is exact.
+Configuration and tokenizer come from the original model's Hugging Face folder; the file's metadata must agree with them
+(``gguf_metadata``).
 
 Reads the headers of a GGUF file with gguf-py, but skips the vocabulary: gguf-py makes an object of every token,
 which takes half a minute and 1.8 GB for Gemma's.
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 K_QUANTS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
 """Maps each block type that a backend with kernels for it keeps quantized to its bits."""
+GROUPS = dict.fromkeys(("Q4_0", "Q8_0", "Q4_K", "Q5_K"), 32)
+"""The number of columns that share a scale in a matrix, by block type, if codes and scales have the usual form."""
 BLOCKS = (*K_QUANTS, "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS")
 """All block types that can be read."""
 _FLOATS = ("F32", "F16", "BF16")
@@ -88,7 +91,8 @@ class GGUFFile(Source):
         shape = own_shape(name, entry.join.shape(shapes) if entry.join else shapes[0])
         kind, *others = sorted({tensor.tensor_type.name for tensor in entry.tensors})
         kind = "F32" if others and len(shape) == 2 else kind
-        return TensorHeader(shape, kind, sum(tensor.n_bytes for tensor in entry.tensors), quantized=kind in BLOCKS)
+        size, group = sum(tensor.n_bytes for tensor in entry.tensors), GROUPS.get(kind) if len(shape) == 2 else None
+        return TensorHeader(shape, kind, size, quantized=kind in BLOCKS, group=group)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self.some(lambda _name: True)
@@ -246,7 +250,22 @@ def _value(tensor: "ReaderTensor") -> Tensor:
         return torch.from_numpy(data).view(torch.bfloat16)
     if kind in K_QUANTS and data.ndim == 2:
         return ExportableGGUFTensor(torch.from_numpy(data), kind.lower(), torch.float32)
+    if kind in GROUPS and data.ndim == 2:
+        return _grouped(kind, torch.from_numpy(data))
     return torch.from_numpy(gguf.dequantize(data, tensor.tensor_type))
+
+
+def _grouped(kind: str, blocks: Tensor) -> Tensor:
+    """Return a matrix of Q4_0 or Q8_0, uint8 [N, bytes of a row], as torchao's tensor with the same codes and scales.
+    A block is a float16 scale, then 32 codes; of 4 bits, byte i has those of columns i and i + 16."""
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+
+    four, group = kind == "Q4_0", GROUPS[kind]
+    by_block = blocks.unflatten(1, (-1, 2 + (group // 2 if four else group)))
+    scale, codes = by_block[..., :2].contiguous().view(torch.float16).squeeze(-1).float(), by_block[..., 2:]
+    codes = torch.cat((codes & 0xF, codes >> 4), dim=-1).to(torch.int8) - 8 if four else codes.view(torch.int8)
+    zero, held = torch.zeros_like(scale, dtype=torch.int8), torch.int4 if four else torch.int8  # type: ignore[attr-defined]
+    return IntxUnpackedToInt8Tensor(codes.flatten(1), scale, zero, held, (1, group), torch.float32, None)
 
 
 def _halves_apart(value: Tensor, heads: int) -> Tensor:

@@ -5,10 +5,12 @@ MLPs of Granite 4, and for Qwen3-Next's projection to queries, keys, values and 
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from eagle3.targets.loading import dequantized, is_plain
 
 if TYPE_CHECKING:
     from gguf.gguf_reader import ReaderTensor
@@ -41,16 +43,31 @@ class Join(NamedTuple):
         return (*first[: self.dimension], length, *first[self.dimension + 1 :])
 
     def __call__(self, values: list[Tensor], number: Field) -> Tensor:
-        """Join parts. Blocks of one quantized type stay quantized; otherwise the parts are dequantized."""
-        from executorch.extension.llm.export.gguf import ExportableGGUFTensor
-
+        """Join parts. Weights of one quantized type stay quantized; otherwise the parts are dequantized."""
         arranged = self.arranged or (lambda rows, _number: rows)
-        blocks = [value for value in values if isinstance(value, ExportableGGUFTensor)]
-        if len(blocks) == len(values) and len({value.ggml_type for value in blocks}) == 1:
-            raw = arranged(torch.cat([value.raw for value in blocks], self.dimension), number)
-            return ExportableGGUFTensor(raw, blocks[0].ggml_type, blocks[0].orig_dtype)
-        dense = [v.dequantize(torch.float32) if isinstance(v, ExportableGGUFTensor) else v.float() for v in values]
-        return arranged(torch.cat(dense, self.dimension), number)
+
+        def joined(parts: Iterable[Tensor]) -> Tensor:
+            return arranged(torch.cat(list(parts), self.dimension), number)
+
+        first, *others = values
+        if not is_plain(first) and all(_kind(value) == _kind(first) for value in others):
+            return with_parts(first, lambda part: joined(getattr(value, part) for value in values))
+        return joined(dequantized("", value).float() for value in values)
+
+
+def with_parts(weight: Tensor, made: Callable[[str], Tensor]) -> Tensor:
+    """Return a quantized weight of the same class and settings as ``weight``; ``made`` returns each of the tensors that
+    it consists of, by name."""
+    form: Any = weight
+    return type(form)(**{name: made(name) for name in form.tensor_data_names}, **_settings(form))
+
+
+def _kind(weight: Tensor) -> tuple[object, ...]:
+    return (type(weight),) if is_plain(weight) else (type(weight), *_settings(weight).values())
+
+
+def _settings(weight: Any) -> dict[str, Any]:  # noqa: ANN401 - of torchao or ExecuTorch
+    return {name: getattr(weight, name) for name in weight.tensor_attribute_names}
 
 
 MLP = Join((".shared_mlp.gate_proj.weight", ".shared_mlp.up_proj.weight"), ".shared_mlp.input_linear.weight", 0)

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from eagle3.export.checkpoints.gguf_joined import Field
+from eagle3.export.checkpoints.gguf_joined import Field, with_parts
 from eagle3.targets.input_order import INPUT_ORDER
+from eagle3.targets.loading import is_plain
 
 _VECTORS = tuple(f".{mixer}.{part}" for mixer in ("mamba", "mixer") for part in ("A_log", "D", "norm.weight"))
 _MIXER = re.compile(r"(model\.layers\.\d+\.linear_attn)\.(.+)")
@@ -70,11 +71,7 @@ def input_order(name: str, number: Field) -> tuple[str, Tensor] | None:
 
 def by_rows(value: Tensor, rearranged: Callable[[Tensor], Tensor]) -> Tensor:
     """Return ``value`` with its rows rearranged. Blocks of quantized weights run along a row, so they stay whole."""
-    from executorch.extension.llm.export.gguf import ExportableGGUFTensor
-
-    if isinstance(value, ExportableGGUFTensor):
-        return ExportableGGUFTensor(rearranged(value.raw), value.ggml_type, value.orig_dtype)
-    return rearranged(value)
+    return rearranged(value) if is_plain(value) else with_parts(value, lambda part: rearranged(getattr(value, part)))
 
 
 def _groups(number: Field) -> tuple[tuple[int, int], int]:

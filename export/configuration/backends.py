@@ -26,7 +26,10 @@ class BackendEntry:
     """The dtype of activations and caches."""
     quantizes: bool = False
     """True if weights are quantized unless a recipe says otherwise, and a quantized checkpoint keeps its codes. Other
-    backends dequantize a quantized checkpoint while it loads."""
+    backends dequantize a quantized checkpoint while it loads, except for ``kept_group``."""
+    kept_group: int = 0
+    """The codes of a quantized checkpoint's matrix are kept, unless ``--qlinear`` is typed, if its groups of columns
+    that share a scale are multiples of this."""
     recipes: tuple[str, ...] = ("none",)
     """The values of ``--qlinear`` and ``--draft-qlinear`` for which there are kernels."""
     grouped: tuple[str, ...] = ()
@@ -115,6 +118,8 @@ BACKENDS: dict[str, BackendEntry] = {
         flags=frozenset({"qembedding", "group_size"}),
         recipes=MLX_RECIPES,
         grouped=MLX_RECIPES[1:],
+        kept_group=32,
+        states=frozenset({DELTA_RULE, KIMI_DELTA, MAMBA_2, SHORT_CONVOLUTION}),
         shares_caches=False,
         sessions=False,
         check_extra="mlx",

@@ -18,7 +18,7 @@ class Progress:
     order in which the stages ended."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self.stages: list[dict] = []
 
     @contextmanager

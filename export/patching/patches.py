@@ -63,6 +63,11 @@ PATCHES: dict[str, Patch] = {
         "it rejects a model in which no layer keeps keys; replaced in each family's own configuration",
         "transformers.models.gemma4.configuration_gemma4.Gemma4TextConfig.kv_sharing_modes",
     ),
+    # --- Apple silicon
+    **_group(
+        "a scalar's name includes its dtype: otherwise a bfloat16 0 would also bound indices, which it makes floats",
+        "executorch.backends.mlx.builder.program_builder.MLXProgramBuilder.make_or_get_constant",
+    ),
     # --- The CPU
     **_group(
         "it copies the whole graph and compiles it to Python for each delegate, only to sort it: the graph is sorted "

@@ -98,7 +98,10 @@ def plan_methods(
     min_prefill = max(shortest, backend.few_rows(max(window, block)) + 1) if backend.shares_caches else shortest
     if is_recurrent(target_config):
         check_recurrent(config, target_config)
-        min_prefill = max(min_prefill, ROLLBACK_ROWS + 2)  # a traced length of 1 is not dynamic
+        if backend.shares_caches:
+            min_prefill = max(min_prefill, ROLLBACK_ROWS + 2)  # a traced length of 1 is not dynamic
+        else:  # the one method computes windows; a longer chunk is another graph
+            longest = min(longest, ROLLBACK_ROWS)
     if config.draft_window is not None and longest < min_prefill:
         raise ValueError(
             f"--draft-window {config.draft_window} leaves chunks of {longest} tokens, but prefill takes {min_prefill} "

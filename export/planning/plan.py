@@ -79,6 +79,25 @@ class Plan:
         return [header for header in self.target_headers.values() if header.quantized]
 
     @cached_property
+    def kept_headers(self) -> dict[str, TensorHeader]:
+        """The headers among ``quantized_headers``, by name, whose codes the artifact keeps."""
+        entry = BACKENDS[self.config.backend]
+        found = {name: header for name, header in self.target_headers.items() if header.quantized}
+        if not found or entry.quantizes:
+            return found
+        if not entry.kept_group or self.config.qlinear is not None:
+            return {}
+        from torch import nn
+
+        named = self.skeleton.model.named_modules(remove_duplicate=False)
+        matrices = {f"{name}.weight" for name, module in named if isinstance(module, nn.Linear | nn.Embedding)}
+        return {
+            name: header
+            for name, header in found.items()
+            if self.skeleton.key_map(name) in matrices and header.group and header.group % entry.kept_group == 0
+        }
+
+    @cached_property
     def skeleton(self) -> Skeleton:
         """The target on the meta device. Callers read it and must not change it."""
         return self.spec.module().skeleton(self.target_config, self.max_seq_len)

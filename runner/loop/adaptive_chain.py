@@ -19,6 +19,8 @@ import numpy as np
 
 ROUNDS = 3
 """The number of timed rounds of one length whose median is taken before the next length is chosen."""
+NOTED = 20
+"""The rounds after which ``note`` says what was chosen."""
 SURPRISE = 1.25
 """Two times whose ratio exceeds this factor differ by more than noise."""
 PAUSE, LOST_SHARE = 40, 0.01
@@ -70,12 +72,14 @@ class AdaptiveChain:
 
     @property
     def note(self) -> str | None:
-        """A line for the user if speculation is off, otherwise None."""
-        if self.length or len(self._lengths) == 1:
+        """A line on what was measured and chosen. None before ``NOTED`` rounds, unless speculation is off already, and
+        as long as no step without speculation was measured."""
+        if len(self._lengths) == 1 or (self.length and (self._rounds < NOTED or 0 not in self._compared)):
             return None
-        length = self._best(self._lengths[1:])
+        length = self.length or self._best(self._lengths[1:])
+        chosen = f"after {self._rounds} rounds the chain length is {length}" if self.length else "speculation is off"
         return (
-            f"speculation is off: a round of {length + 1} tokens costs {self._costs[length] / self._costs[0]:.2f} "
+            f"{chosen}: a round of {length + 1} tokens costs {self._costs[length] / self._costs[0]:.2f} "
             f"steps and yields {self._rates.tokens()[length]:.2f} tokens"
         )
 

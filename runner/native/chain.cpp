@@ -1,12 +1,15 @@
 #include "chain.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <iterator>
 
 namespace eagle3 {
 namespace {
 
 constexpr double kMemory = 16, kUsualMemory = 1024, kPrior = 0.8, kPriorWeight = 4;
 constexpr size_t kRounds = 3;  // timed rounds of one length whose median is taken
+constexpr int64_t kNoted = 20;  // rounds after which the note says what was chosen
 constexpr double kSurprise = 1.25, kPause = 40, kLostShare = 0.01;
 
 using Counts = std::vector<std::pair<double, double>>;
@@ -76,6 +79,16 @@ void AdaptiveChain::record(int64_t proposed, int64_t accepted, double seconds) {
     choose(taken);
     seconds_.clear();
   }
+}
+
+std::string AdaptiveChain::note() const {
+  if (lengths_.size() == 1 || (length_ && (rounds_ < kNoted || !compared_.count(0)))) return "";
+  const int64_t length = length_ ? length_ : best({std::next(lengths_.begin()), lengths_.end()});
+  const std::string chosen = "after " + std::to_string(rounds_) + " rounds the chain length is " + std::to_string(length);
+  char line[120];
+  snprintf(line, sizeof line, ": a round of %lld tokens costs %.2f steps and yields %.2f tokens", (long long)(length + 1),
+           costs_[length] / costs_[0], rates_.tokens()[length]);
+  return (length_ ? chosen : "speculation is off") + line;
 }
 
 int64_t AdaptiveChain::best(const std::set<int64_t>& lengths) const {

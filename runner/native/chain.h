@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -52,6 +53,8 @@ class AdaptiveChain : public ChainLength {
   void begin() override;
   int64_t next() const override { return medians_.size() == 1 ? other_ : length_; }
   void record(int64_t proposed, int64_t accepted, double seconds) override;
+  /// A line on what was measured and chosen; empty as long as that is not known.
+  std::string note() const;
 
  private:
   int64_t best(const std::set<int64_t>& lengths) const;

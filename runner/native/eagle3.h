@@ -82,7 +82,8 @@ struct Result {
   std::optional<int64_t> stop_reason;  ///< the stop token
   std::optional<uint64_t> seed;  ///< of a sampled generation
   Stats stats;
-  std::string note;  ///< a line for the user if far fewer proposals were accepted than export.json says; usually empty
+  std::string note;  ///< a line for the user if far fewer proposals were accepted than export.json says, or on the
+                     ///< adaptive chain length after twenty rounds; usually empty
 
   std::string json() const;
 };

@@ -206,6 +206,7 @@ Result Model::generate(const Ids& prompt, const Options& given, const Callback& 
   if (!options.chain_len && !options.adaptive_chain && options.temperature <= kMild) {
     result.note = acceptance_note(stats, impl_->record.acceptance);
   }
+  if (&chain == &impl_->adaptive) result.note = impl_->adaptive.note();
   return result;
 }
 

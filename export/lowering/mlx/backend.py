@@ -76,23 +76,22 @@ class MlxBackend(OnThisMachine):
 
     def export_bytes(self, plan: Plan) -> int:
         """Return the bytes of the draft's weights, and of all weights as the lowering packs them."""
-        target, draft = recipes(plan)
-        head = unfilled(plan.draft)
-        held, written = _model_bytes(head, draft)
-        return OVERHEAD + round(held + written + _model_bytes(plan.skeleton.model, target)[1])
+        held, written = _model_bytes(unfilled(plan.draft), recipes(plan)[1])
+        return OVERHEAD + round(held + written + _target_bytes(plan)[1])
 
     def held_bytes(self, plan: Plan) -> int:
-        return round(_model_bytes(plan.skeleton.model, recipes(plan)[0])[0])
+        return round(_target_bytes(plan)[0])
 
     def artifact_bytes(self, plan: Plan) -> int:
-        target, draft = recipes(plan)
-        return round(_model_bytes(plan.skeleton.model, target)[1] + _model_bytes(unfilled(plan.draft), draft)[1])
+        return round(_target_bytes(plan)[1] + _model_bytes(unfilled(plan.draft), recipes(plan)[1])[1])
 
     def conversion(self, plan: Plan) -> CoveredWeights:
-        from eagle3.export.lowering.mlx.quantization import quantized
+        from eagle3.export.lowering.mlx.quantization import KeptCodes, quantized
 
-        recipe = recipes(plan)[0]
-        return CoveredWeights(plan.skeleton.model, recipe.covers, partial(quantized, recipe))
+        recipe, skeleton = recipes(plan)[0], plan.skeleton
+        if plan.kept_headers:
+            return KeptCodes(skeleton.model, recipe, set(map(skeleton.key_map, plan.kept_headers)))
+        return CoveredWeights(skeleton.model, recipe.covers, partial(quantized, recipe))
 
     def prepare(self, speculator: "Eagle3Speculator", plan: Plan) -> None:
         """Quantize the draft head as the plan says."""
@@ -142,3 +141,14 @@ def _compare(artifact: Artifact, speculator: "Eagle3Speculator") -> float:
 def _model_bytes(model: nn.Module, recipe: Recipe) -> tuple[float, float]:
     """Return the bytes of a model's weights in memory, and in the file."""
     return model_bytes(model, recipe.covers, recipe.weight_bytes, BFLOAT16)
+
+
+def _target_bytes(plan: Plan) -> tuple[float, float]:
+    """Return the bytes of the target's weights in memory, and in the file. A kept code takes a byte in memory; in the
+    file each group has a scale and an offset of 32 bits at most."""
+    held, written = _model_bytes(plan.skeleton.model, recipes(plan)[0])
+    for header in plan.kept_headers.values():
+        groups = header.elements / (header.group or 1)
+        held += header.elements * (1 - BFLOAT16) + 8 * groups
+        written += header.bytes - header.elements * BFLOAT16 + 6 * groups
+    return held, written

@@ -16,11 +16,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
-from eagle3.export.lowering.mlx.program import MlxMethod
+from eagle3.export.lowering.mlx.program import MlxMethod, as_array
 from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.runner.artifact.near_ties import NEAR_TIE
 from eagle3.runner.contract import DRAFT_DECODE, TARGET_ROWS, Metadata
+from eagle3.targets.recurrent import RecurrentPositions, RecurrentState, Ring
+from eagle3.targets.spec import ROLLBACK_ROWS
 
+STATES = Ring, RecurrentState, RecurrentPositions
 FAR = NEAR_TIE
 """The difference that is a fault, in standard deviations of an output's values."""
 
@@ -90,6 +93,7 @@ def compare(methods: dict[str, MlxMethod], speculator: Eagle3Speculator, metadat
             for start, rows in calls(metadata):
                 tokens = torch.randint(metadata.vocab_size, (1, rows), generator=dice)
                 positions = torch.arange(start, start + rows)
+                _continue_at(start, methods[TARGET_ROWS], speculator)
                 with InFloat32():
                     wanted = speculator.target_rows(tokens, positions)
                 found = methods[TARGET_ROWS](tokens, positions)
@@ -103,7 +107,7 @@ def compare(methods: dict[str, MlxMethod], speculator: Eagle3Speculator, metadat
                 found = methods[DRAFT_DECODE](*given)
                 worst = max(worst, _difference(DRAFT_DECODE, start, found, wanted, known.get(DRAFT_DECODE)))
         methods[TARGET_ROWS].clear()
-        if not all(value.isfinite().all() for value in methods[TARGET_ROWS](tokens, positions)):
+        if not all(value.isfinite().all() for value in methods[TARGET_ROWS](tokens, torch.arange(rows))):
             raise ValueError(f"{TARGET_ROWS} returns NaN or an infinity in bfloat16")
     finally:
         draft.checks_positions = checked
@@ -112,14 +116,23 @@ def compare(methods: dict[str, MlxMethod], speculator: Eagle3Speculator, metadat
     return worst
 
 
+def _continue_at(start: int, method: MlxMethod, speculator: Eagle3Speculator) -> None:
+    """Let the states of recurrent layers, whatever they hold, be valid a few positions before ``start`` on both sides,
+    if a call cannot begin there."""
+    recurrent = speculator.target.recurrent
+    if recurrent is not None and not 0 <= start - int(recurrent.committed) <= ROLLBACK_ROWS:
+        recurrent.committed.fill_(start - 3)
+        method.caches[method.slot("recurrent.committed")] = as_array(recurrent.committed)
+
+
 @contextmanager
 def wide_caches(model: nn.Module) -> Iterator[None]:
-    """Give ``model`` empty caches of float32 in place of its caches of bfloat16, while the context lasts."""
+    """Give ``model`` empty states and caches while the context lasts, those of bfloat16 in float32."""
     kept = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name.endswith("cache")
+        if name.endswith("cache") or isinstance(module, STATES)
     ]
     for module, name, buffer in kept:
         setattr(module, name, torch.zeros_like(buffer, dtype=torch.float32 if buffer.is_floating_point() else None))

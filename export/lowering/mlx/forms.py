@@ -13,6 +13,9 @@ SLICE, FULL = torch.ops.aten.slice.Tensor, torch.ops.aten.full.default
 EMPTY = {torch.ops.aten.empty.memory_format: 0, torch.ops.aten.new_empty.default: 1}
 """Operations that return memory without values, with the place of the size among their arguments."""
 
+FORMS = Tensor.scatter, Tensor.scatter_, torch.scatter, Tensor.gather, torch.gather
+PARAMETERS = "input", "dim", "index", "src", "value"
+
 
 class MlxForms(TorchFunctionMode):
     """A mode for a trace. It rewrites ``scatter`` and ``gather`` along the last dimension, which route tokens to
@@ -22,18 +25,14 @@ class MlxForms(TorchFunctionMode):
         self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in (Tensor.scatter, torch.scatter) and not kwargs and _along_last(args):
-            return scattered(args[0], args[2], args[3])
-        if func is Tensor.scatter_ and not kwargs and _along_last(args):
-            return args[0].copy_(scattered(args[0], args[2], args[3]))
-        if func in (Tensor.gather, torch.gather) and not kwargs and _along_last(args):
-            return gathered(args[0], args[2])
-        return func(*args, **kwargs)
-
-
-def _along_last(args: tuple[Any, ...]) -> bool:
-    x, dim = args[:2]
-    return dim % x.ndim == x.ndim - 1
+        if func not in FORMS or not kwargs.keys() <= set(PARAMETERS):
+            return func(*args, **kwargs)
+        x, dim, *given = *args, *(kwargs[name] for name in PARAMETERS if name in kwargs)
+        if dim % x.ndim != x.ndim - 1:
+            return func(*args, **kwargs)
+        if func in (Tensor.gather, torch.gather):
+            return gathered(x, *given)
+        return x.copy_(scattered(x, *given)) if func is Tensor.scatter_ else scattered(x, *given)
 
 
 def _chosen(index: Tensor, columns: int) -> Tensor:

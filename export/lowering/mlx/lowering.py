@@ -1,10 +1,11 @@
 """Lowers traced methods to a program in which each method is one delegate for MLX."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from executorch.exir import EdgeCompileConfig, EdgeProgramManager, ExecutorchProgramManager, to_edge_transform_and_lower
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from eagle3.export.lowering.edge.replays import repeated_alone
@@ -12,7 +13,9 @@ from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.lowering.mlx.forms import complete_arguments
 from eagle3.export.lowering.mlx.generated import use_generated
 from eagle3.export.lowering.xnnpack.bookkeeping import code_on_call, without_stacks
+from eagle3.export.patching.patches import original, replaced
 
+CONSTANT = "executorch.backends.mlx.builder.program_builder.MLXProgramBuilder.make_or_get_constant"
 DELEGATE = "executorch_call_delegate"
 
 
@@ -23,7 +26,8 @@ def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str
 
     for program in programs.values():
         complete_arguments(program)
-    with collected_rarely(), code_on_call(), without_stacks(), repeated_alone(decompose_by_node=False):
+    constants = replaced(CONSTANT, _with_dtype(original(CONSTANT)))
+    with constants, collected_rarely(), code_on_call(), without_stacks(), repeated_alone(decompose_by_node=False):
         lowered = to_edge_transform_and_lower(
             dict(programs),
             partitioner=[MLXPartitioner()],
@@ -33,6 +37,17 @@ def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str
         for name in programs:
             check_one_delegate(lowered, name)
         return lowered.to_executorch()
+
+
+def _with_dtype(make: Callable[[Any, str, Tensor], Any]) -> Callable[[Any, str, Tensor], Any]:
+    """Return ``make_or_get_constant`` with the dtype in a scalar's name. ExecuTorch names a scalar by its value, so
+    that all operations read the constant that the first one made."""
+
+    def made(builder: object, name: str, tensor: Tensor) -> object:
+        dtype = f"_{str(tensor.dtype).removeprefix('torch.')}" if name.startswith("_scalar_") else ""
+        return make(builder, name + dtype, tensor)
+
+    return made
 
 
 def check_one_delegate(lowered: EdgeProgramManager, name: str) -> None:

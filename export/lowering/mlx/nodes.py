@@ -213,6 +213,11 @@ def _pad(s: Slots, n: Node) -> mx.array:
     return mx.pad(s.read(n["x"]), pairs, mode=n["mode"], constant_values=n["constant_value"])
 
 
+def _flip(s: Slots, n: Node) -> mx.array:
+    x, place = s.read(n["x"]), {axis % s.read(n["x"]).ndim: slice(None, None, -1) for axis in n["axes"]}
+    return x[tuple(place.get(axis, slice(None)) for axis in range(x.ndim))]
+
+
 def _split(s: Slots, n: Node) -> None:
     x, sizes = s.read(n["x"]), s.numbers(n["sizes"])
     length = x.shape[n["axis"]]
@@ -261,6 +266,7 @@ NODES: dict[str, Compute] = {
     "CumsumNode": lambda s, n: mx.cumsum(s.read(n["x"]), n["axis"], reverse=n["reverse"], inclusive=n["inclusive"]),
     "DequantizeNode": _dequantize,
     "ExpandDimsNode": lambda s, n: mx.expand_dims(s.read(n["x"]), n["axis"]),
+    "FlipNode": _flip,
     "FullNode": lambda s, n: _filled(s, n, s.numbers(n["shape"]), s.dtype(n["scalar_type"])),
     "FullLikeNode": _full_like,
     "GeluNode": _gelu,

@@ -62,6 +62,11 @@ class MlxMethod:
         meta = self.graph["tensor_meta"][slot]
         return [dim["value"] for dim in meta["shape"]], DTYPES[meta["scalar_type"]]
 
+    def slot(self, name: str) -> int:
+        """Return the slot of the constant or cache whose name ends with ``name``."""
+        (slot,) = (each["slot"]["idx"] for each in self.graph["named_slots"] if each["name"].endswith(name))
+        return slot
+
     def clear(self, exact: bool = False) -> None:
         """Empty the caches, and compute bfloat16 as float32 from now on if ``exact``."""
         self.exact = exact

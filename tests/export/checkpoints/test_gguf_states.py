@@ -24,7 +24,7 @@ from eagle3.export.planning.plan import make_plan
 from eagle3.export.twin.randomize import randomize
 from eagle3.targets.attention import EagerAttention
 from eagle3.targets.input_order import INPUT_ORDER
-from eagle3.targets.loading import is_plain
+from eagle3.targets.loading import dequantized, is_plain
 from eagle3.targets.state_mixers import token_by_token
 
 HYBRIDS = ("qwen35", "lfm2")
@@ -243,7 +243,7 @@ def test_a_target_of_quantized_blocks_equals_transformers_with_the_same_weights(
     plan = make_plan(ExportConfig("auto", None, file, draft, **flags))
     target = load_speculator(plan, EagerAttention, torch.float32, xnnpack.conversion(plan)).target
     read = dict(GGUFFile(file).tensors())
-    dense = in_order({name: v if is_plain(v) else v.dequantize(torch.float32) for name, v in read.items()})
+    dense = in_order({name: dequantized(name, value) for name, value in read.items()})
     assert not any(torch.equal(dense[name], value) for name, value in model.state_dict().items() if "out_proj" in name)
     model.load_state_dict(dense, strict=False)
     tokens = torch.randint(0, SIZE["vocab_size"], (1, 40))

@@ -17,6 +17,7 @@ import pytest
 from eagle3.export.output import folder as output_folder
 from eagle3.export.output.contents import write_program, write_record
 from eagle3.export.output.folder import check_output, full_disk_named, whole_folder
+from eagle3.export.output.progress import Progress
 from eagle3.export.report import result_text
 from eagle3.runner.contract import MODEL_FILE
 
@@ -479,3 +480,9 @@ def test_a_full_disk_is_reported_with_the_needed_and_the_free_bytes(tmp_path, th
         with full_disk_named(tmp_path / "out", int(19e9)):
             write()
     assert names(tmp_path) == []
+
+
+def test_lines_are_printed_as_they_are(capsys):
+    line = "pip install 'eagle3-export[mlx]' :sparkles: lets any machine check them"
+    Progress().say(line)
+    assert capsys.readouterr().err == f"{line}\n"

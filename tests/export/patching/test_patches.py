@@ -13,6 +13,7 @@ from places import ROOT
 
 from eagle3.export.cli import main as export_main
 from eagle3.export.lowering.cuda.named_gpu import check_named_versions
+from eagle3.export.lowering.mlx.generated import use_generated
 from eagle3.export.patching import patches
 from eagle3.export.patching.patches import PATCHES, Patch, replaced
 from eagle3.export.patching.tested_versions import FOR_CPU, FOR_CUDA, TESTED, TESTED_WITH_GPU, check_versions
@@ -22,6 +23,7 @@ SOURCES = [path for top in ("export", "runner", "targets") for path in (ROOT / t
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_each_patch_applies_alone_to_the_installed_versions_and_is_removed(name):
+    use_generated()  # so that ExecuTorch's part for MLX is importable
     owner, attribute = patches._owner(name), name.rpartition(".")[2]
     before = vars(owner).get(attribute)
     value = getattr(owner, attribute, None)  # the same value, so that nothing changes for other code in this process

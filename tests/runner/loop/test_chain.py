@@ -143,7 +143,24 @@ def test_speculation_that_does_not_pay_is_turned_off_with_a_note_and_turned_on_a
     assert chain.note.startswith("speculation is off: a round of 2 tokens costs") and chain.note.endswith("tokens")
     assert float(words[9]) == pytest.approx(1.32, abs=0.02) and float(words[13]) == pytest.approx(1.05, abs=0.1)
     lengths = [each.length for each in play(good, Text((0.9,)), chain, 1500)]
-    assert lengths[-100:].count(3) > 80 and chain.note is None
+    assert lengths[-100:].count(3) > 80
+    assert re.fullmatch(
+        r"after \d+ rounds the chain length is 3: a round of 4 tokens costs 1\.\d+ steps and yields 3\.\d+ tokens",
+        chain.note,
+    )
+
+
+def test_what_was_chosen_is_said_after_twenty_rounds_on_a_machine_where_speculation_pays():
+    chain, notes = AdaptiveChain(2), []
+    chain.begin()
+    for _ in range(20):
+        length = chain.next()
+        chain.record(length, length, 1 + 0.1 * length)
+        notes.append(chain.note)
+    assert notes[:-1] == [None] * 19
+    assert notes[-1].startswith(
+        "after 20 rounds the chain length is 2: a round of 3 tokens costs 1.20 steps and yields 2."
+    )
 
 
 # --- the recorded rounds

@@ -46,6 +46,7 @@ void chain(int64_t longest) {
     std::cout << adaptive.next() << ' ';
   }
   std::cout << std::endl;
+  std::cerr << adaptive.note();
 }
 
 void rates(int64_t longest) {

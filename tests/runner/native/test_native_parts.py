@@ -15,11 +15,12 @@ from eagle3.runner.sampling.options import Sampling
 from eagle3.runner.sampling.sampler import Sampler
 
 
-def told(built, part, *args, given, number=int) -> list:
-    """Run a part of the program ``internals``, and return the numbers that it prints."""
+def told(built, part, *args, given, number=int, noted="") -> list:
+    """Run a part of the program ``internals``, and return the numbers that it prints. It must end with
+    ``noted`` on stderr."""
     given = given if isinstance(given, bytes) else "\n".join(given).encode()
     done = subprocess.run([built / "internals", part, *map(str, args)], input=given, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stderr.decode().endswith(noted), done.stderr
     return [number(each) for each in done.stdout.split()]
 
 
@@ -43,7 +44,8 @@ def test_the_adaptive_chain_chooses_the_same_lengths(built, longest):
         chain.record(proposed, min(max(accepted, 0), proposed), seconds * (1 + 0.25 * proposed))
         expected.append(chain.next())
     lines = [f"{accepted} {seconds!r}" for accepted, seconds in rounds]
-    assert told(built, "chain", longest, given=lines) == expected and len(set(expected)) > 1
+    assert len(set(expected)) > 1 and chain.note
+    assert told(built, "chain", longest, given=lines, noted=chain.note) == expected
 
 
 def test_the_expected_tokens_of_a_round_are_the_same(built):
