@@ -114,7 +114,7 @@ class MlxBackend(OnThisMachine):
         with MlxForms(), without_stacks(), collected_rarely():
             yield
 
-    def state_writer(self) -> None:
+    def state_access(self) -> None:
         """Return None: methods share no caches, so that none can read the state of another."""
 
     def lower(

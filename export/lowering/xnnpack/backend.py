@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from eagle3.export.lowering.xnnpack.quantization import XnnpackWeights
     from eagle3.export.speculator.speculator import Eagle3Speculator
-    from eagle3.export.speculator.state import Write
+    from eagle3.export.speculator.state import RowAccess
     from eagle3.targets.attention import AttentionFactory
 
 
@@ -97,10 +97,11 @@ class XnnpackBackend(OnThisMachine):
 
         return tracing(speculator, plan.verify_rows)
 
-    def state_writer(self) -> "Write":
+    def state_access(self) -> "RowAccess":
         from eagle3.export.lowering.xnnpack.lowering import write_rows_in_place
+        from eagle3.export.speculator.state import RowAccess, read_rows
 
-        return write_rows_in_place
+        return RowAccess(read_rows, write_rows_in_place)
 
     def lower(
         self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], _plan: Plan
