@@ -81,6 +81,9 @@ class Backend(Protocol):
     def artifact_bytes(self, plan: "Plan", /) -> int | None:
         """Return the bytes of ``model.pte`` with its weights, which a run on a CPU keeps in memory; None for a GPU."""
 
+    def export_seconds(self, plan: "Plan", /) -> float | None:
+        """Return a guess of the seconds of an export on a machine with a ``slowness`` of 1; None if there is none."""
+
     def conversion(self, plan: "Plan") -> WeightConversion: ...
 
     def prepare(self, speculator: "Eagle3Speculator", plan: "Plan") -> None:

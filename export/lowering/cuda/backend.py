@@ -146,6 +146,9 @@ class NvidiaBackend:
     def suggest_flags(self, plan: Plan, has: int) -> str | None:
         return suggest_flags(plan, has)
 
+    def export_seconds(self, _plan: Plan) -> None:
+        return None
+
     def export_bytes(self, _plan: Plan) -> None:
         return None
 

@@ -74,6 +74,9 @@ class MlxBackend(OnThisMachine):
     def stand_in(self) -> StandIn | None:
         return None if _on_apple_silicon() else StandIn("eagle3.export.lowering.mlx.program:exact_methods", _compare)
 
+    def export_seconds(self, _plan: Plan) -> None:
+        return None
+
     def export_bytes(self, plan: Plan) -> int:
         """Return the bytes of the draft's weights, and of all weights as the lowering packs them."""
         target, draft = recipes(plan)
