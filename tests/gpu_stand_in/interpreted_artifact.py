@@ -152,24 +152,24 @@ def generations(session: TimedSession, prompt: list[int], max_new_tokens: int) -
 
 
 def dialogue(machine: Machine, artifact: Path, turns: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
-    """Generate after each turn's tokens, in one session and with a new session for each turn, which takes up the file
-    that the one before it wrote."""
+    """Generate after each turn's tokens in one session, and from the second turn on also in a new session, which takes
+    up the file that the first one wrote after the turn before."""
     kept, cached, text = looked_at(machine.open(artifact)), CachedTokens(), []
     found: dict[str, Any] = {"never stopped": [], "resumed": [], "reused": []}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "dialogue"
         for turn in turns:
             text = text + turn
-            other, theirs = looked_at(machine.open(artifact)), CachedTokens()
             if file.exists():
+                other, theirs = looked_at(machine.open(artifact)), CachedTokens()
                 resume(file, other, theirs, ARTIFACT)
-            taken = complete(other, text, max_new_tokens=max_new_tokens, stop_ids=[], cached=theirs)
-            save(file, other, theirs, ARTIFACT)
-            other.close()
+                taken = complete(other, text, max_new_tokens=max_new_tokens, stop_ids=[], cached=theirs)
+                other.close()
+                found["resumed"].append(taken.token_ids)
+                found["reused"].append(taken.stats.reused_prompt_tokens)
             straight = complete(kept, text, max_new_tokens=max_new_tokens, stop_ids=[], cached=cached)
+            save(file, kept, cached, ARTIFACT)
             found["never stopped"].append(straight.token_ids)
-            found["resumed"].append(taken.token_ids)
-            found["reused"].append(taken.stats.reused_prompt_tokens)
             text = text + straight.token_ids
     kept.close()
     return found
@@ -178,7 +178,7 @@ def dialogue(machine: Machine, artifact: Path, turns: list[list[int]], max_new_t
 def main(artifact: Path) -> None:
     torch.set_num_threads(1)
     asked, machine = json.load(sys.stdin), Machine(sources_of(artifact))
-    found, launched = [], {}
+    found, launched, session, counts = [], {}, None, {}
     with machine.running(), watching(Detector(("forward",))) as races:
         for each in asked:
             machine.device.become(Device.of(each.pop("arch", "sm_90")))

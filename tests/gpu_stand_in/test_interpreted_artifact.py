@@ -62,11 +62,11 @@ def test_interpreted_fused_rounds_and_three_methods_give_the_eager_greedy_tokens
     assert found["generations"][0]["fused_rounds"]["stats"]["mean_acceptance_length"] > 2
 
 
-def test_an_interpreted_dialogue_goes_on_in_new_sessions_as_one_that_never_stopped(cuda_artifact):
+def test_an_interpreted_dialogue_goes_on_in_a_new_session_as_one_that_never_stopped(cuda_artifact):
     turns = ASKED[0]["prompt"], [66, 1140]
-    found = interpreted(cuda_artifact, [{"turns": turns, "max_new_tokens": 3}])
+    found = interpreted(cuda_artifact, [{"turns": turns, "max_new_tokens": 2}])
     (said,) = found["generations"]
-    assert said["resumed"] == said["never stopped"] and said["reused"][1] >= len(turns[0])
+    assert said["resumed"] == said["never stopped"][1:] and said["reused"][0] >= len(turns[0])
     assert found["races"] == "" and found["journal"] == [] and set(found["left"].values()) == {0}
 
 
