@@ -37,7 +37,8 @@ def interface_once() -> Iterator[None]:
         source = target.with_suffix(".cpp")
         parts = split(source.read_text()) if target.name.endswith(".wrapper.o") else None
         if parts is None:
-            return build(self)
+            build(self)
+            return
         common, own = parts
         command = self.get_command_line().replace(str(source), SOURCE).replace(str(target), OBJECT)
         own_source, own_object = target.with_suffix(".own.cpp"), target.with_suffix(".own.o")
@@ -46,7 +47,7 @@ def interface_once() -> Iterator[None]:
         objects = f"{common_object(common, command)} {own_object}"
         run_compile_cmd(f"{command.split()[0]} -r -nostdlib {objects} -o {target}", str(target.parent))
         own_source.unlink()
-        return own_object.unlink()
+        own_object.unlink()
 
     with replaced(BUILD, build_in_parts):
         yield
