@@ -277,7 +277,7 @@ HEADINGS = {
     "--sessions/--no-sessions",
     default=None,
     help="Add the methods read_state and write_state, so that a runner can keep a conversation in a file or beside "
-    "others. Default: on xnnpack; cuda has none yet.",
+    "others. Default: on cuda and xnnpack; mlx has none.",
 )
 @click.option("--with-decode", is_flag=True, help="Add the method decode: generation without speculation, to compare.")
 @click.option(

@@ -89,9 +89,9 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         if plan.sessions:
             with progress.stage(f"trace {READ_STATE} and {WRITE_STATE}"):
                 kept = state_buffers(programs, speculator)
-                writer = backend.state_writer()
-                assert writer is not None, "BackendEntry.sessions says that there is one"
-                programs[READ_STATE], programs[WRITE_STATE] = trace_state(speculator, kept, writer)
+                access = backend.state_access()
+                assert access is not None, "BackendEntry.sessions says that there is one"
+                programs[READ_STATE], programs[WRITE_STATE] = trace_state(speculator, kept, access)
         elif plan.config.sessions is None:
             progress.say(f"conversations with it cannot be kept: {plan.config.backend} has no {READ_STATE} yet")
         with progress.stage(f"lower to {plan.config.backend}"):

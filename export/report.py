@@ -10,7 +10,7 @@ from eagle3.export.lowering.backend import load_backend
 from eagle3.export.planning.memory import GpuMemory, longest_context
 from eagle3.export.planning.plan import Plan
 from eagle3.runner.system.gpus import GPUS, Gpu, gpus_of
-from eagle3.runner.system.machine import size_text
+from eagle3.runner.system.machine import size_text, slowness
 
 RUNNER_BYTES = 260_000_000
 """The memory that ``eagle3-run`` takes on a CPU besides weights and caches: most of it is PyTorch."""
@@ -18,7 +18,7 @@ RUNNER_BYTES = 260_000_000
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     draft, target, backend = plan.draft, plan.target_headers, load_backend(plan.config.backend)
-    memory, artifact = backend.footprint(plan), backend.artifact_bytes(plan)
+    memory, artifact, seconds = backend.footprint(plan), backend.artifact_bytes(plan), backend.export_seconds(plan)
     return {
         "target": plan.config.target_model,
         "backend": plan.config.backend,
@@ -39,6 +39,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "artifact_bytes": artifact,
         "run_bytes": memory.total if memory else artifact and artifact + plan.cache_bytes + RUNNER_BYTES,
         "export_bytes": memory_of_export(plan, backend).takes,
+        "export_seconds": seconds and round(seconds * slowness()),
         "fits": memory and {gpu.name: memory.total <= gpu.memory for gpu in _gpus(plan)},
         "longest_context": memory and {gpu.name: _longest_context(plan, gpu, memory) for gpu in _gpus(plan)},
         "gpu_memory": memory and asdict(memory) | {"total": memory.total},
@@ -73,6 +74,8 @@ def plan_text(plan: Plan, sources: Iterable[str] = ()) -> str:
         lines.append(f"size     model.pte takes about {size_text(facts['artifact_bytes'])}")
     if takes := facts["export_bytes"]:
         lines.append(f"memory   the export takes about {size_text(takes)}")
+    if seconds := facts["export_seconds"]:
+        lines.append(f"seconds  the export takes about {seconds:,} on this machine: a guess, within a factor of two")
     if plan.quantized_headers:
         lines.insert(1, quantized_text(plan))
     for method in plan.methods:

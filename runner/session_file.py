@@ -61,8 +61,8 @@ def check_can_save(metadata: Metadata) -> None:
     """Raise ValueError for an artifact that cannot give its state."""
     if not metadata.state_groups:
         raise ValueError(
-            "the artifact has no method read_state, which keeps a conversation: export it again for the CPU, without "
-            "--no-sessions"
+            "the artifact has no method read_state, which keeps a conversation: export it again for cuda or xnnpack, "
+            "without --no-sessions"
         )
 
 

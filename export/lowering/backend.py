@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from eagle3.export.planning.memory import GpuMemory
     from eagle3.export.planning.plan import Plan
     from eagle3.export.speculator.speculator import Eagle3Speculator
-    from eagle3.export.speculator.state import Write
+    from eagle3.export.speculator.state import RowAccess
     from eagle3.runner.artifact.opening import Artifact
     from eagle3.targets.attention import AttentionFactory
 
@@ -81,6 +81,9 @@ class Backend(Protocol):
     def artifact_bytes(self, plan: "Plan", /) -> int | None:
         """Return the bytes of ``model.pte`` with its weights, which a run on a CPU keeps in memory; None for a GPU."""
 
+    def export_seconds(self, plan: "Plan", /) -> float | None:
+        """Return a guess of the seconds of an export on a machine with a ``slowness`` of 1; None if there is none."""
+
     def conversion(self, plan: "Plan") -> WeightConversion: ...
 
     def prepare(self, speculator: "Eagle3Speculator", plan: "Plan") -> None:
@@ -93,9 +96,9 @@ class Backend(Protocol):
     def tracing(self, speculator: "Eagle3Speculator", plan: "Plan", /) -> AbstractContextManager[None]:
         """Return the context in which each method is traced."""
 
-    def state_writer(self) -> "Write | None":
-        """Return the function with which ``write_state`` writes rows of a buffer; None if there is no such method for
-        this backend (``BackendEntry.sessions``)."""
+    def state_access(self) -> "RowAccess | None":
+        """Return the functions with which ``read_state`` and ``write_state`` read and write rows of a buffer; None if
+        there are no such methods for this backend (``BackendEntry.sessions``)."""
 
     def exact_activations(self, speculator: "Eagle3Speculator", /) -> AbstractContextManager[object]:
         """Return a context in which the prepared module neither quantizes nor rounds activations, with empty caches if

@@ -159,6 +159,10 @@ PATCHES: dict[str, Patch] = {
         "torch._inductor.decomposition.decompositions",
     ),
     **_group(
+        "the C++ that all methods have in common is compiled once",
+        "torch._inductor.cpp_builder.CppBuilder.build",
+    ),
+    **_group(
         "the launches of each method are recorded for the cost model",
         "executorch.backends.cuda.cuda_backend.CudaBackend.get_extra_aoti_compile_context_manager",
         "torch._inductor.codegen.cpp_wrapper_gpu.CppWrapperGpu._generate_kernel_call_helper",

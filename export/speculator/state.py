@@ -8,6 +8,7 @@ written by position. So a head or a layer of any kind takes part without a line 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,16 @@ piece; each call takes a fixed time, and copies the other buffers as a whole."""
 AXES = {"aten::index_copy_": None, "llama::update_cache": 1, "llama::update_cache_with_indices": 1}
 """Operators that write rows of a buffer, and the axis; None: it is an argument of the operator."""
 
-Write = Callable[[Tensor, int, Tensor, Tensor], None]
+Read = Callable[[Tensor, int | None, Tensor], Tensor]
+Write = Callable[[Tensor, int | None, Tensor, Tensor], None]
+
+
+class RowAccess(NamedTuple):
+    """How the methods of a backend read and write rows [R] of a buffer along an axis, or the whole buffer if that is
+    None: see ``read_rows`` and ``write_rows``."""
+
+    read: Read
+    write: Write
 
 
 @dataclass(frozen=True)
@@ -111,38 +121,55 @@ def _axis(node: Node) -> int | None:
 
 
 class StateMethod(nn.Module):
-    """The buffers of the state, for a method that reads or writes pieces of them."""
+    """The buffers of the state, for a method that reads or writes pieces of them. It has them under the names that they
+    have in the other methods, and nothing else: each parameter would be an input of its graph."""
 
     def __init__(self, speculator: Eagle3Speculator, buffers: Sequence[StateBuffer]):
         super().__init__()
-        self.speculator, self.buffers_of_state = speculator, list(buffers)
+        self.buffers_of_state = list(buffers)
         self.groups = state_groups(self.buffers_of_state)
+        whole = nn.Module()
+        whole.speculator = speculator
+        for each in buffers:
+            path, _, name = each.name.rpartition(".")
+            owner = whole.get_submodule(path)
+            persistent = name not in owner._non_persistent_buffers_set
+            _submodule(self, path).register_buffer(name, owner.get_buffer(name), persistent)
 
     def rows(self, pieces: Tensor) -> dict[StateGroup, Tensor]:
-        """Return the rows int64 [piece_rows] of the pieces [G] of each group that has rows."""
+        """Return the rows int64 [piece_rows] of the pieces [G] of each group: [0] for a whole buffer."""
         found = {}
         for index, group in enumerate(self.groups):
-            if group.by_position:
-                first = (pieces[index : index + 1] * group.piece_rows).clamp_max(group.rows - group.piece_rows)
-                found[group] = first + torch.arange(group.piece_rows, device=pieces.device)
+            first = (pieces[index : index + 1] * group.piece_rows).clamp_max(group.rows - group.piece_rows)
+            found[group] = first + torch.arange(group.piece_rows, device=pieces.device)
         return found
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module:
+    """Return a submodule of ``module``; those that are missing on the way are added."""
+    for name in path.split("."):
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module
 
 
 class ReadState(StateMethod):
     """Returns a piece of each buffer."""
 
+    def __init__(self, speculator: Eagle3Speculator, buffers: Sequence[StateBuffer], read: Read):
+        super().__init__(speculator, buffers)
+        self.read = read
+
     def forward(self, pieces: Tensor) -> tuple[Tensor, ...]:
         rows = self.rows(pieces)
         return tuple(
-            self.get_buffer(each.name).clone()
-            if each.axis is None
-            else self.get_buffer(each.name).index_select(each.axis, rows[each.group])
-            for each in self.buffers_of_state
+            self.read(self.get_buffer(each.name), each.axis, rows[each.group]) for each in self.buffers_of_state
         )
 
 
 class WriteState(StateMethod):
-    """Writes a piece of each buffer, and returns the pieces after them. ``write`` writes rows [R] along an axis."""
+    """Writes a piece of each buffer, and returns the pieces after them."""
 
     def __init__(self, speculator: Eagle3Speculator, buffers: Sequence[StateBuffer], write: Write):
         super().__init__(speculator, buffers)
@@ -151,11 +178,7 @@ class WriteState(StateMethod):
     def forward(self, pieces: Tensor, *values: Tensor) -> tuple[Tensor]:
         rows = self.rows(pieces)
         for each, value in zip(self.buffers_of_state, values, strict=True):
-            buffer = self.get_buffer(each.name)
-            if each.axis is None:
-                buffer.copy_(value)
-            else:
-                self.write(buffer, each.axis, rows[each.group], value)
+            self.write(self.get_buffer(each.name), each.axis, rows[each.group], value)
         return (pieces + 1,)
 
 
@@ -168,10 +191,10 @@ def piece_shape(buffer: Tensor, each: StateBuffer) -> list[int]:
 
 
 def trace_state(
-    speculator: Eagle3Speculator, buffers: Sequence[StateBuffer], write: Write
+    speculator: Eagle3Speculator, buffers: Sequence[StateBuffer], access: RowAccess
 ) -> tuple[ExportedProgram, ExportedProgram]:
     """Trace ``read_state`` and ``write_state``."""
-    reading, writing = ReadState(speculator, buffers), WriteState(speculator, buffers, write)
+    reading, writing = ReadState(speculator, buffers, access.read), WriteState(speculator, buffers, access.write)
     pieces = torch.zeros(len(reading.groups), dtype=torch.long)
     values = (reading.get_buffer(each.name) for each in buffers)
     zeros = [
@@ -184,6 +207,14 @@ def trace_state(
         )
 
 
-def write_rows(buffer: Tensor, axis: int, rows: Tensor, value: Tensor) -> None:
-    """Write ``value`` into ``rows`` [R] of a buffer along ``axis``."""
-    buffer.index_copy_(axis, rows, value)
+def read_rows(buffer: Tensor, axis: int | None, rows: Tensor) -> Tensor:
+    """Return ``rows`` [R] of a buffer along ``axis``, or a copy of the buffer."""
+    return buffer.clone() if axis is None else buffer.index_select(axis, rows)
+
+
+def write_rows(buffer: Tensor, axis: int | None, rows: Tensor, value: Tensor) -> None:
+    """Write ``value`` into ``rows`` [R] of a buffer along ``axis``, or into the whole buffer."""
+    if axis is None:
+        buffer.copy_(value)
+    else:
+        buffer.index_copy_(axis, rows, value)

@@ -10,6 +10,7 @@ The checks of the GPU are in ``torch_host_checks.py``.
 """
 
 import ctypes
+import math
 import mmap
 import os
 import tempfile
@@ -33,7 +34,17 @@ from eagle3.runner.artifact.cuda_weights import (
 )
 from eagle3.runner.artifact.gpu_needs import recorded_launches, workspace_of
 from eagle3.runner.artifact.pte import Pte, read_pte
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, METHODS, SPECULATE, TARGET_VERIFY, Metadata, row_bounds
+from eagle3.runner.contract import (
+    DECODE,
+    DRAFT_DECODE,
+    METHODS,
+    READ_STATE,
+    SPECULATE,
+    TARGET_VERIFY,
+    WRITE_STATE,
+    Metadata,
+    row_bounds,
+)
 from eagle3.runner.hosts import torch_host_checks as checks
 from eagle3.runner.hosts.cuda_graph import Body, CapturedGraph, Graphed, Run, SingleThreaded, capture
 from eagle3.runner.hosts.one_host import check_only_host
@@ -105,7 +116,7 @@ def read_methods(pte: Pte) -> list[HostMethod]:
     named = {item.key: item.segment_index for item in pte.program.named_data or ()}
     plans = {plan.name: plan for plan in pte.program.execution_plan}
     try:
-        return [_method(pte, plans[name], named) for name in (*METHODS, SPECULATE, DECODE) if name in plans]
+        return [_method(pte, plans[name], named) for name in RUN if name in plans]
     except LookupError as error:
         raise ValueError(f"{pte.path} is damaged (it points outside itself: {error}): export it again") from error
     except ValueError as error:
@@ -121,6 +132,8 @@ def _method(pte: Pte, plan: "ExecutionPlan", named: dict[str, int]) -> HostMetho
     return HostMethod(plan.name, table, library, read_library(library), *_wiring(plan))
 
 
+RUN = (*METHODS, SPECULATE, DECODE, READ_STATE, WRITE_STATE)
+"""The methods that a session runs."""
 DEVICE_COPIES = ("et_copy::_h2d_copy", "et_copy::_d2h_copy")
 
 
@@ -294,8 +307,8 @@ class TorchSession(TimedSession):
         metadata: Metadata,
         free: Callable[[], None],
     ):
-        """``rows``: the fewest and the most rows of each method, which compiled code does not check by itself.
-        ``free`` frees the memory of the weights."""
+        """``rows``: the fewest and the most rows of each method that computes the models, which compiled code does not
+        check by itself. ``free`` frees the memory of the weights."""
         super().__init__(metadata)
         self._methods, self._rows, self._device, self._free = dict(methods), rows, device, free
         self._graphs: dict[tuple[str, int], Graphed] = {}
@@ -319,16 +332,17 @@ class TorchSession(TimedSession):
     def _call(self, name: str, *inputs: Tensor) -> Iterable[Tensor]:
         if name not in self._methods:
             raise ValueError(missing_method(name, closed=not self._methods))
-        rows, (least, most) = inputs[0].shape[1], self._rows[name]
+        rows, (least, most) = inputs[0].shape[-1], self._rows.get(name, (0, math.inf))
         if not least <= rows <= most:
             raise ValueError(f"{name} takes {least} to {most} rows, fed {rows}")
         try:
             run = self._graphs.get((name, rows), self._methods[name])
-            ids, *others = run([self._fitting(value) for value in inputs])
-            return ids.cpu(), *others
+            first, *others = run([self._fitting(value) for value in inputs])
+            return first.cpu(), *others
         except RuntimeError as error:
             reason = " ".join(str(error).split())
-            raise RuntimeError(f"{name} of {rows} rows failed on {self._device} ({reason})") from error
+            of_rows = f" of {rows} rows" if name in self._rows else ""
+            raise RuntimeError(f"{name}{of_rows} failed on {self._device} ({reason})") from error
 
     def _fitting(self, value: Tensor) -> Tensor:
         """Return the tensor as compiled code expects it: on the device, contiguous, with storage offset 0."""

@@ -73,8 +73,8 @@ class NewFile {
 
 void check_can_save(const Metadata& metadata) {
   if (metadata.state_groups.empty()) {
-    throw Refused("the artifact has no method read_state, which keeps a conversation: export it again for the CPU, "
-        "without --no-sessions");
+    throw Refused("the artifact has no method read_state, which keeps a conversation: export it again for cuda "
+        "or xnnpack, without --no-sessions");
   }
 }
 

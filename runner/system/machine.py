@@ -6,6 +6,7 @@ It imports nothing of torch, because it must run before torch is imported.
 
 import importlib.metadata
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,19 @@ def size_text(count: int) -> str:
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count:,} bytes"
+
+
+def slowness() -> float:
+    """Return how many times as long as in a hundredth of a second this machine takes for a loop of Python, at best of
+    several times: 1 on a core of 2023 beside little other work."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        for number in range(100_000):
+            number * number % 7
+        return time.perf_counter() - start
+
+    return min(seconds() for _ in range(5)) / 0.01
 
 
 def linux_bytes(file: str, key: str) -> int | None:

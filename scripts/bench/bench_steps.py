@@ -2,13 +2,15 @@
 
     python scripts/bench/bench_steps.py ARTIFACT --acceptance 3.3
 
-``bench_export.py --backend xnnpack`` exports a model of a published size and runs this on it.
+``bench_export.py --backend xnnpack`` exports a model of a published size and runs this on it. With --session it
+compares the seconds of a prefill of --prompt tokens with those of saving and restoring its state.
 """
 
 import json
 import math
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,9 @@ import torch
 from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.hosts.opening import open_session
 from eagle3.runner.hosts.session import Session
+from eagle3.runner.loop.cached_tokens import CachedTokens
+from eagle3.runner.loop.generation import complete
+from eagle3.runner.session_file import resume, save
 from eagle3.runner.system.machine import linux_bytes
 
 PROMPT = 64
@@ -111,6 +116,40 @@ def measure(artifact: Path, acceptance: float, repeats: int, prompt: int) -> dic
     }
 
 
+def measure_session(artifact: Path, prompt: int) -> dict[str, float]:
+    """Return the seconds of a prefill of ``prompt`` random tokens, of saving the state in a file, and of restoring it
+    in another session of the same artifact, and the bytes of the file. Each session has prefilled some tokens before,
+    so that its methods are loaded."""
+    opened = open_artifact(artifact)
+    first, other = open_session(opened), open_session(opened)
+    tokens = torch.randint(first.metadata.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+    for session in (first, other):
+        complete(session, tokens[:PROMPT], max_new_tokens=1, stop_ids=[])
+        session.read_state(torch.zeros(len(session.metadata.state_groups), dtype=torch.long))
+    cached, restored, seconds = CachedTokens(), CachedTokens(), {}
+
+    def timed(name: str, function: Callable, *given: object, **options: object) -> object:
+        start = time.perf_counter()
+        result = function(*given, **options)
+        seconds[f"{name}_seconds"] = time.perf_counter() - start
+        return result
+
+    with tempfile.TemporaryDirectory(dir=artifact.parent) as folder:
+        file = Path(folder) / "session"
+        timed("prefill", complete, first, tokens, max_new_tokens=1, stop_ids=[], cached=cached)
+        timed("save", save, file, first, cached, "00" * 32)
+        timed("restore", resume, file, other, restored, "00" * 32)
+        size = file.stat().st_size
+    if restored.tokens != cached.tokens:
+        raise click.ClickException(f"{len(restored.tokens)} of {len(cached.tokens)} tokens were restored")
+    return {
+        "tokens": prompt,
+        **seconds,
+        "file_bytes": size,
+        "ratio": seconds["restore_seconds"] / seconds["prefill_seconds"],
+    }
+
+
 def held() -> dict[str, float]:
     """Return the memory of this process in MiB: its own, and files mapped into it."""
     names = {"private": "RssAnon", "mapped": "RssFile"}
@@ -122,9 +161,11 @@ def held() -> dict[str, float]:
 @click.option("--acceptance", default=3.0, show_default=True, help="Assumed acceptance length, for the speedup.")
 @click.option("--repeats", default=15, show_default=True)
 @click.option("--prompt", default=PROMPT, show_default=True, help="Tokens in the cache when a call is timed.")
-def main(artifact: Path, acceptance: float, repeats: int, prompt: int) -> None:
-    """Measure an artifact that has the method decode, and print one JSON object."""
-    click.echo(json.dumps(measure(artifact, acceptance, repeats, prompt)))
+@click.option("--session", is_flag=True, help="Measure saving and restoring the state of such a prompt instead.")
+def main(artifact: Path, acceptance: float, repeats: int, prompt: int, session: bool) -> None:
+    """Measure an artifact that has the method decode (or, with --session, read_state), and print one JSON object."""
+    found = measure_session(artifact, prompt) if session else measure(artifact, acceptance, repeats, prompt)
+    click.echo(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from eagle3.export.cli import main as export_main
 from eagle3.runner.commands.bench import main as bench_main
 from eagle3.runner.commands.run import main as run_main
+from eagle3.runner.system.machine import slowness
 from eagle3.targets import TARGETS
 
 TINY = TARGETS["gemma4-tiny"]
@@ -281,6 +282,7 @@ def test_a_dry_run_writes_nothing_and_reads_no_weights(tmp_path, monkeypatch):
     assert plan["methods"][0] == {"name": "prefill", "min_len": 9, "max_len": 64}
     assert plan["target_parameters"] > 5_000_000
     assert 0.25e9 < plan["run_bytes"] < 0.35e9  # 290 MB were measured
+    assert 0.5 < plan["export_seconds"] / (21 * slowness()) < 2
     assert not (tmp_path / "out").exists()
 
 

@@ -17,6 +17,7 @@ import ctypes
 import gc
 import json
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,11 +39,16 @@ from stand_in_torch import cuda_build, load
 
 from eagle3.runner.artifact.cuda_weights import WEIGHTS_FILE
 from eagle3.runner.artifact.opening import load_artifact
-from eagle3.runner.contract import MODEL_FILE
+from eagle3.runner.contract import MODEL_FILE, READ_STATE, WRITE_STATE
 from eagle3.runner.hosts import torch_host
 from eagle3.runner.hosts.session import TimedSession
+from eagle3.runner.loop.cached_tokens import CachedTokens
 from eagle3.runner.loop.generation import complete
+from eagle3.runner.session_file import resume, save
 
+STATE = READ_STATE, WRITE_STATE
+ARTIFACT = "00" * 32
+"""The sha256 that stands for the artifact in a dialogue's file."""
 HUGE = 0x7E
 """A byte of a value that is finite and as large as it gets: 8e37 in bfloat16 and float32, 126 in int8."""
 MODERATE = 0x3C
@@ -104,6 +110,8 @@ def looked_at(session: torch_host.TorchSession) -> torch_host.TorchSession:
 
     def look(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
         ids, *others = call(name, *inputs)
+        if name in STATE:
+            return [ids, *others]
         rows = ids.tolist()[0]
         if not all(0 <= token < vocabulary for token in rows):
             raise RuntimeError(f"{name} gave the ids {rows} of {vocabulary}: the host read them before they were there")
@@ -124,7 +132,7 @@ def counted(session: torch_host.TorchSession, kernels: Kernels) -> dict[str, dic
     def count(name: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
         before = kernels.launches.copy()
         results = list(call(name, *inputs))
-        launched.setdefault(name, {}).setdefault(inputs[0].shape[1], kernels.launches - before)
+        launched.setdefault(name, {}).setdefault(inputs[0].shape[-1], kernels.launches - before)
         return results
 
     session._call = count
@@ -143,14 +151,41 @@ def generations(session: TimedSession, prompt: list[int], max_new_tokens: int) -
     return found | {"proposals": proposals}
 
 
+def dialogue(machine: Machine, artifact: Path, turns: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
+    """Generate after each turn's tokens in one session, and from the second turn on also in a new session, which takes
+    up the file that the first one wrote after the turn before."""
+    kept, cached, text = looked_at(machine.open(artifact)), CachedTokens(), []
+    found: dict[str, Any] = {"never stopped": [], "resumed": [], "reused": []}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "dialogue"
+        for turn in turns:
+            text = text + turn
+            if file.exists():
+                other, theirs = looked_at(machine.open(artifact)), CachedTokens()
+                resume(file, other, theirs, ARTIFACT)
+                taken = complete(other, text, max_new_tokens=max_new_tokens, stop_ids=[], cached=theirs)
+                other.close()
+                found["resumed"].append(taken.token_ids)
+                found["reused"].append(taken.stats.reused_prompt_tokens)
+            straight = complete(kept, text, max_new_tokens=max_new_tokens, stop_ids=[], cached=cached)
+            save(file, kept, cached, ARTIFACT)
+            found["never stopped"].append(straight.token_ids)
+            text = text + straight.token_ids
+    kept.close()
+    return found
+
+
 def main(artifact: Path) -> None:
     torch.set_num_threads(1)
     asked, machine = json.load(sys.stdin), Machine(sources_of(artifact))
-    found, launched = [], {}
+    found, launched, session, counts = [], {}, None, {}
     with machine.running(), watching(Detector(("forward",))) as races:
         for each in asked:
             arch = each.pop("arch", "sm_90")
             machine.device.become(Device.of(arch))
+            if "turns" in each:
+                found.append(dialogue(machine, artifact, **each))
+                continue
             session = looked_at(machine.open(artifact, each.pop("graphs", True)))
             counts = counted(session, machine.kernels)
             found.append(generations(session, **each))

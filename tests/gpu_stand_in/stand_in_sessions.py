@@ -10,6 +10,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import ctypes
 import gc
 import json
 import logging
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 import torch
@@ -31,6 +33,7 @@ from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.contract import DRAFT_DECODE, MODEL_FILE, SPECULATE, row_bounds
 from eagle3.runner.hosts import torch_host
 from eagle3.runner.hosts.cuda_graph import Graphed, capture
+from eagle3.runner.loop.state import read_pieces, write_pieces
 
 CALLS = (
     "allocate", "cudaSetDevice", "cudaMemcpyAsync", "cudaDeviceSynchronize", "cudaStreamCreate",
@@ -72,6 +75,38 @@ class Sessions:
         replayed = self.machine.device.calls("cudaGraphLaunch") - launches
         session.close()
         return {"more": difference(before, after), "replayed": replayed}
+
+    def carried(self, slots: int) -> list[str]:
+        """Carry the state of a text of ``slots`` tokens from a session whose caches hold random bytes to another one.
+        Return the caches whose bytes then differ, in the slots that the text fills."""
+        with patch.object(self.machine.kernels, "computes", True):
+            first = self.machine.open(self.artifact, graphs=False)
+            caches = self.caches()
+            for at, (address, size, _) in enumerate(caches.values()):
+                ctypes.memmove(self.machine.device.shown(address, size), finite_bytes(size, at), size)
+            given = {name: self.filled(cache, slots) for name, cache in caches.items()}
+            left = iter([piece.clone() for piece in read_pieces(first, slots)])
+            first.close()
+            other = self.machine.open(self.artifact, graphs=False)
+            before = {name: self.filled(cache, slots) for name, cache in self.caches().items()}
+            write_pieces(other, slots, lambda piece: piece.copy_(next(left)))
+            found = {name: self.filled(cache, slots) for name, cache in self.caches().items()}
+            other.close()
+        assert next(left, None) is None and not any(torch.equal(given[name], before[name]) for name in given)
+        return [name for name, value in found.items() if not torch.equal(value, given[name])]
+
+    def caches(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+        """Map each cache of the artifact opened last to its address, bytes and shape [1, heads, slots, head_dim]."""
+        weights = torch_host.storages(self.methods.values()).values()
+        placed = {weight.name: self.machine.placed[weight.storage_key] for weight in weights if "cache" in weight.name}
+        shapes = {weight.name: tuple(weight.shape) for weight in weights}
+        return {name: (tensor.data_ptr(), tensor.nbytes, shapes[name]) for name, tensor in placed.items()}
+
+    def filled(self, cache: tuple[int, int, tuple[int, ...]], slots: int) -> torch.Tensor:
+        """Return the bytes of the first ``slots`` slots of a cache, uint8 [heads, slots, bytes]."""
+        address, size, (_, heads, rows, _) = cache
+        whole = torch.frombuffer(self.machine.device.shown(address, size), dtype=torch.uint8)
+        return whole.view(heads, rows, -1)[:, :slots].clone()
 
     def bytes(self) -> int:
         return self.machine.device.library.stand_in_count(b"bytes")
@@ -165,6 +200,13 @@ def stderr() -> Iterator[Callable[[], str]]:
             os.close(before)
 
 
+def finite_bytes(size: int, seed: int) -> bytes:
+    """Return random bytes that are numbers from 0 to 1 in bfloat16."""
+    return (
+        torch.randint(64, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).numpy().tobytes()
+    )
+
+
 def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {kind: after[kind] - before[kind] for kind in before if after[kind] != before[kind]}
 
@@ -192,6 +234,7 @@ def main(artifact: Path, most: int) -> None:
     gc.freeze()  # makes later collections quick
     with sessions.machine.running():
         found: dict[str, Any] = {"clean": sessions.machine.left()}
+        found["carried"] = sessions.carried(300)
         found["checked"] = sessions.rounds(50, graphs=True)
         found["keeps"] = sessions.rounds(10, graphs=False, kept=[])
         gc.collect()

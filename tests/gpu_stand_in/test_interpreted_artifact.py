@@ -66,6 +66,14 @@ def test_interpreted_fused_rounds_and_three_methods_give_the_eager_greedy_tokens
     assert found["generations"][0]["fused_rounds"]["stats"]["mean_acceptance_length"] > 2
 
 
+def test_an_interpreted_dialogue_goes_on_in_a_new_session_as_one_that_never_stopped(cuda_artifact):
+    turns = ASKED[0]["prompt"], [66, 1140]
+    found = interpreted(cuda_artifact, [{"turns": turns, "max_new_tokens": 2}])
+    (said,) = found["generations"]
+    assert said["resumed"] == said["never stopped"][1:] and said["reused"][0] >= len(turns[0])
+    assert found["races"] == "" and found["journal"] == [] and set(found["left"].values()) == {0}
+
+
 def test_interpreted_rounds_and_proposals_equal_the_modules(found, greedy):
     for asked, generation in zip(ASKED, found["generations"], strict=True):
         assert not compare(eagerly(greedy, asked["prompt"], asked["max_new_tokens"]), generation)

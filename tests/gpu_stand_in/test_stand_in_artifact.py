@@ -40,6 +40,10 @@ def sessions(cuda_artifact, request):
     return run("stand_in_sessions.py", cuda_artifact, 16)
 
 
+def test_a_state_of_two_pieces_is_carried_to_another_session_bit_for_bit(sessions):
+    assert sessions["carried"] == []
+
+
 def test_hundreds_of_rounds_and_many_loads_leak_nothing_and_kept_outputs_are_found(sessions):
     assert sessions["checked"] == {"more": {}, "replayed": 50} and sessions["graphs"] == {"more": {}, "replayed": 300}
     assert sessions["without"] == {"more": {}, "replayed": 0}

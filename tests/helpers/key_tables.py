@@ -174,6 +174,7 @@ PLAN = {
     "artifact_bytes": "CPU: size of `model.pte`; null for CUDA",
     "run_bytes": "memory of a run, of the GPU or of `eagle3-run`",
     "export_bytes": "memory of the export; null if weights stay mapped",
+    "export_seconds": "CPU: a guess of the seconds of the export on this machine; null for others",
     "fits": "CUDA: for each known GPU, true if a run fits; null for a CPU",
     "longest_context": "CUDA: tokens that each GPU holds; null for a CPU",
     "gpu_memory": "CUDA: memory of a run by part; null for a CPU",

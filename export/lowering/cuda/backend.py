@@ -21,6 +21,7 @@ from executorch.exir import (
 )
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.passes import MemoryPlanningPass
+from torch import Tensor
 from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
@@ -48,6 +49,7 @@ from eagle3.export.lowering.cuda.inductor.fusion import (
     fused_further,
     rows_in_registers,
 )
+from eagle3.export.lowering.cuda.inductor.interface import interface_once
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
 from eagle3.export.lowering.cuda.kernels.int4.layouts import layout_of
@@ -71,7 +73,8 @@ from eagle3.export.patching.toolchain import cpp_compiler, cuda_home, nvcc_versi
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
-from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES, PREFILL
+from eagle3.export.speculator.state import RowAccess, write_rows
+from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES, PREFILL, READ_STATE, WRITE_STATE
 from eagle3.runner.system import gpus
 from eagle3.runner.system.gpus import BY_ARCH, archs_of, lacking_on_later
 from eagle3.runner.system.machine import version_of
@@ -144,6 +147,9 @@ class NvidiaBackend:
     def suggest_flags(self, plan: Plan, has: int) -> str | None:
         return suggest_flags(plan, has)
 
+    def export_seconds(self, _plan: Plan) -> None:
+        return None
+
     def export_bytes(self, _plan: Plan) -> None:
         return None
 
@@ -182,8 +188,8 @@ class NvidiaBackend:
         with small_m_dispatch(plan.few_rows), collected_rarely():
             yield
 
-    def state_writer(self) -> None:
-        return None
+    def state_access(self) -> RowAccess:
+        return RowAccess(read_by_index, write_by_index)
 
     def exact_activations(self, _speculator: Eagle3Speculator) -> AbstractContextManager[object]:
         return nullcontext()
@@ -244,7 +250,8 @@ class NvidiaBackend:
             named_gpu(named_arch(plan)) if named else toolchain(),
             nullcontext() if named else registers_kept(),
             inductor.patch(OPTIONS),
-            fused_further(),
+            fused_further(apart=(READ_STATE, WRITE_STATE)),
+            interface_once(),
             barriers_between_loops(),
             rows_in_registers(),
             early_launches() if starts_early(plan) else nullcontext(),
@@ -285,6 +292,23 @@ def has_int4(plan: Plan) -> bool:
     """Return True if a recipe makes INT4 weights, or the checkpoint has some."""
     recipes = {plan.qlinear, plan.draft_qlinear} & {*CUDA_RECIPES[1:]}
     return bool(recipes) or any("Int4" in header.dtype for header in plan.target_headers.values())
+
+
+def read_by_index(buffer: Tensor, axis: int | None, rows: Tensor) -> Tensor:
+    """Do the same as ``read_rows``. ``index_select`` is not lowered without a GPU: it asks for the tensor's device. A
+    clone is removed from the graph, which would then return the buffer itself."""
+    if axis is None:
+        return buffer[None][rows].squeeze(0)
+    return buffer[(slice(None),) * axis + (rows,)]
+
+
+def write_by_index(buffer: Tensor, axis: int | None, rows: Tensor, value: Tensor) -> None:
+    """Do the same as ``write_rows``. A graph in which an input is a buffer's new value, as after ``copy_``, is refused
+    by ExecuTorch."""
+    if axis is None:
+        buffer[None].index_copy_(0, rows, value[None])
+    else:
+        write_rows(buffer, axis, rows, value)
 
 
 def ranges(program: ExportedProgram) -> dict[str, str]:

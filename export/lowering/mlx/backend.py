@@ -74,6 +74,9 @@ class MlxBackend(OnThisMachine):
     def stand_in(self) -> StandIn | None:
         return None if _on_apple_silicon() else StandIn("eagle3.export.lowering.mlx.program:exact_methods", _compare)
 
+    def export_seconds(self, _plan: Plan) -> None:
+        return None
+
     def export_bytes(self, plan: Plan) -> int:
         """Return the bytes of the draft's weights, and of all weights as the lowering packs them."""
         held, written = _model_bytes(unfilled(plan.draft), recipes(plan)[1])
@@ -113,7 +116,7 @@ class MlxBackend(OnThisMachine):
         with MlxForms(), without_stacks(), collected_rarely():
             yield
 
-    def state_writer(self) -> None:
+    def state_access(self) -> None:
         """Return None: methods share no caches, so that none can read the state of another."""
 
     def lower(

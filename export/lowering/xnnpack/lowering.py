@@ -120,7 +120,7 @@ class InPlaceRing(Ring):
         torch.ops.llama.update_cache_with_indices(rows.contiguous(), self.rows, 0, slots[None])
 
 
-def write_rows_in_place(buffer: Tensor, axis: int, rows: Tensor, value: Tensor) -> None:
+def write_rows_in_place(buffer: Tensor, axis: int | None, rows: Tensor, value: Tensor) -> None:
     """Write ``value`` into ``rows`` [R] of a buffer along ``axis``: a cache in place, where ``index_copy_`` would copy
     all of it."""
     if buffer.dim() == 4 and axis == 1:

@@ -9,12 +9,11 @@ from family_exports import DRAFTS, WITH_FORWARD, character_tokenizer, family_mod
 from random_checkpoints import random_model, save_random_draft
 
 from eagle3.export import ExportConfig
-from eagle3.export.configuration.flags import check_flags
 from eagle3.export.pipeline import load_speculator, make_metadata, trace
 from eagle3.export.planning.methods import MethodPlan
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.speculator import state
-from eagle3.export.speculator.state import ReadState, WriteState, state_buffers, write_rows, written_buffers
+from eagle3.export.speculator.state import ReadState, WriteState, read_rows, state_buffers, write_rows, written_buffers
 from eagle3.runner.contract import DRAFT_DECODE, PREFILL, READ_STATE, WRITE_STATE
 from eagle3.runner.hosts.session import EagerSession
 from eagle3.runner.loop.cached_tokens import CachedTokens
@@ -58,7 +57,7 @@ class WithState(EagerSession):
         super().__init__(speculator, make_metadata(plan, {}, speculator.draft.ids_in_target(), kept))
         self.kept, self.speculator = kept, speculator
         self.state = {
-            READ_STATE: ReadState(speculator, kept),
+            READ_STATE: ReadState(speculator, kept, read_rows),
             WRITE_STATE: WriteState(speculator, kept, write_rows),
         }
 
@@ -95,13 +94,11 @@ def test_a_dialogue_goes_on_in_another_module(name, tmp_path, monkeypatch):
     assert {each for each, value in begin.items() if not torch.equal(value, now[each])} <= kept
 
 
-def test_a_backend_without_the_methods_refuses_the_flag():
-    config = ExportConfig("gemma4-tiny", cuda_arch="sm_90", output_dir=None)
-    check_flags(config)
-    with pytest.raises(ValueError, match="--sessions: --backend cuda does not export read_state"):
-        check_flags(replace(config, sessions=True))
-    plans = (make_plan(replace(config, backend="xnnpack", cuda_arch=None, sessions=asked)) for asked in (None, False))
-    assert [plan.sessions for plan in plans] == [True, False] and not make_plan(config).sessions
+@pytest.mark.parametrize("backend", ["cuda", "xnnpack"])
+def test_the_methods_are_exported_unless_they_are_left_out(backend):
+    config = ExportConfig("gemma4-tiny", cuda_arch="sm_90" if backend == "cuda" else None, output_dir=None)
+    plans = (make_plan(replace(config, backend=backend, sessions=asked)) for asked in (None, True, False))
+    assert [plan.sessions for plan in plans] == [True, True, False]
 
 
 def test_buffers_are_found_whatever_writes_them():

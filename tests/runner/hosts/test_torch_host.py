@@ -26,7 +26,16 @@ from eagle3.runner.artifact.opening import open_artifact
 from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.commands.bench import main as bench_main
 from eagle3.runner.commands.run import main as run_main
-from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, SPECULATE, TARGET_VERIFY, row_bounds
+from eagle3.runner.contract import (
+    DRAFT_DECODE,
+    METHODS,
+    MODEL_FILE,
+    READ_STATE,
+    SPECULATE,
+    TARGET_VERIFY,
+    WRITE_STATE,
+    row_bounds,
+)
 from eagle3.runner.hosts import one_host, opening, torch_host, torch_host_checks
 from eagle3.runner.hosts.cuda_graph import NEEDED, SingleThreaded, _tensors, capture
 from eagle3.runner.hosts.opening import choose_runtime, open_session
@@ -458,10 +467,12 @@ def cuda_methods(cuda_artifact):
 
 
 def test_the_methods_of_a_cuda_artifact_are_read_with_the_order_of_their_inputs(cuda_methods):
-    assert [method.name for method in cuda_methods] == [*METHODS, SPECULATE]
+    assert [method.name for method in cuda_methods] == [*METHODS, SPECULATE, READ_STATE, WRITE_STATE]
+    caches = 14  # of six layers and the head's
+    counts = {DRAFT_DECODE: (3, 3), READ_STATE: (1, caches), WRITE_STATE: (1 + caches, 1)}
     for method in cuda_methods:
-        assert sorted(method.inputs) == list(range(3 if method.name == "draft_decode" else 2))
-        assert sorted(method.outputs) == [0, 1, 2]
+        inputs, outputs = counts.get(method.name, (2, 3))
+        assert sorted(method.inputs) == list(range(inputs)) and sorted(method.outputs) == list(range(outputs))
         assert {weight.device for weight in method.table.weights} == {"cuda"}
     assert not torch_host.made_for_cpu(cuda_methods)
 

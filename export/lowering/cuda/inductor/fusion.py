@@ -22,12 +22,13 @@ round. A program of 8 warps holds a row of 8,192 elements in its registers.
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from executorch.backends.cuda.cuda_backend import CudaBackend
 from torch import Tensor
 from torch._inductor import config, decomposition, lowering
 from torch._inductor.choices import InductorChoices
@@ -49,21 +50,34 @@ COMBINED = {
 MOST = 1 << 18
 """The most elements of a kernel that is combined with others, chosen for few rows. The kernels that dequantize weights
 for a chunk of prefill do not depend on each other either, but each must stay next to the use of its weights."""
+AROUND = "executorch.backends.cuda.cuda_backend.CudaBackend.get_extra_aoti_compile_context_manager"
 KEPT = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
 """Operations whose results are computed once and stored, however many kernels read them."""
 
 
 @contextmanager
-def fused_further() -> Iterator[None]:
+def fused_further(apart: Collection[str] = ()) -> Iterator[None]:
     """Make Inductor combine independent kernels, with and without reductions, and keep the results of ``KEPT``.
 
-    With a torch that cannot give the parts of a combined kernel their own block sizes, nothing is combined.
+    Nothing is combined in the methods ``apart``, whose kernels are hundreds of copies that differ in their buffers
+    alone: they share one kernel's code, and combined they would have more arguments than a kernel may. With a torch
+    that cannot give the parts of a combined kernel their own block sizes, nothing is combined either.
     """
+    around = CudaBackend.get_extra_aoti_compile_context_manager
+
+    @contextmanager
+    def combined_or_not(cls: type[CudaBackend], specs: list[Any]) -> Iterator[None]:
+        alone = cls.method_name_from_compile_specs(specs) in apart
+        with around(specs), config.patch(combo_kernels=False) if alone else nullcontext():
+            yield
+
     partition = "torch._inductor.codegen.triton_combo_kernel._custom_combo_kernel_horizontal_partition_algorithm"
     group = "torch._inductor.scheduler.ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels"
     lowerings = "torch._inductor.lowering.lowerings"
     with ExitStack() as stack:
         stack.enter_context(with_items(lowerings, {op: _kept(lowering.lowerings[op]) for op in KEPT}))
+        if apart:
+            stack.enter_context(replaced(AROUND, classmethod(combined_or_not)))
         if all(hasattr(config, name) for name in COMBINED):
             stack.enter_context(config.patch(COMBINED))
             stack.enter_context(replaced(partition, lambda nodes, *_: [nodes]))
