@@ -120,9 +120,12 @@ def _continue_at(start: int, method: MlxMethod, speculator: Eagle3Speculator) ->
     """Let the states of recurrent layers, whatever they hold, be valid a few positions before ``start`` on both sides,
     if a call cannot begin there."""
     recurrent = speculator.target.recurrent
-    if recurrent is not None and not 0 <= start - int(recurrent.committed) <= ROLLBACK_ROWS:
-        recurrent.committed.fill_(start - 3)
-        method.caches[method.slot("recurrent.committed")] = as_array(recurrent.committed)
+    if recurrent is None:
+        return
+    committed = recurrent.get_buffer("committed")
+    if not 0 <= start - int(committed) <= ROLLBACK_ROWS:
+        committed.fill_(start - 3)
+        method.caches[method.slot("recurrent.committed")] = as_array(committed)
 
 
 @contextmanager

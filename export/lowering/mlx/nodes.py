@@ -167,8 +167,8 @@ def _addmm(s: Slots, n: Node) -> mx.array:
 
 def _arange(s: Slots, n: Node) -> mx.array:
     kind = n.get("scalar_type")
-    bounds = s.numbers((n["start"], n["stop"], n["step"]))
-    return mx.arange(*bounds, dtype=mx.int32 if kind is None else s.dtype(kind))
+    start, stop, step = s.numbers((n["start"], n["stop"], n["step"]))
+    return mx.arange(start, stop, step, dtype=mx.int32 if kind is None else s.dtype(kind))
 
 
 def _squeeze(s: Slots, n: Node) -> mx.array:
@@ -231,7 +231,9 @@ def _size(s: Slots, n: Node) -> None:
 
 
 def _item(s: Slots, n: Node) -> None:
-    s.values[n["out"]["idx"]] = int(s.stored(n["x"]).item())
+    value = s.stored(n["x"]).item()
+    assert isinstance(value, int), "an index is a whole number"
+    s.values[n["out"]["idx"]] = value
 
 
 def _named(make: Callable[[Callable[..., Any]], Compute], **functions: Callable[..., Any]) -> dict[str, Compute]:
