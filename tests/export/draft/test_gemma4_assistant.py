@@ -62,7 +62,7 @@ def plan_of(folder: Path, kind: str, target_model: str = "gemma4-31B", **flags):
 
 @pytest.fixture(scope="module", params=KINDS)
 def session(request, folder):
-    plan = plan_of(folder, request.param)
+    plan = plan_of(folder, request.param, sessions=False)
     speculator = load_speculator(plan, EagerAttention, torch.float32)
     session = EagerSession(speculator, make_metadata(plan, make_manifest(plan)))
     session.kind = request.param

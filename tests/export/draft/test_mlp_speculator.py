@@ -90,7 +90,7 @@ def plan_of(folder: Path, **flags):
 
 @pytest.fixture(scope="module")
 def session(folder):
-    plan = plan_of(folder)
+    plan = plan_of(folder, sessions=False)
     speculator = load_speculator(plan, EagerAttention, torch.float32)
     return EagerSession(speculator, make_metadata(plan, make_manifest(plan)))
 
