@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 
@@ -23,9 +24,10 @@ def size_text(count: int) -> str:
     return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count:,} bytes"
 
 
+@cache
 def slowness() -> float:
-    """Return how many times as long as in a hundredth of a second this machine takes for a loop of Python, at best of
-    several times: 1 on a core of 2023 beside little other work."""
+    """Return how many times a hundredth of a second this machine takes for a loop of Python, at best of several times:
+    1 on a core of 2023 beside little other work. It is measured once."""
 
     def seconds() -> float:
         start = time.perf_counter()
