@@ -4,9 +4,10 @@ and peak memory. A CPU artifact is also run (``bench_steps.py``).
     python scripts/bench/bench_export.py --layers 6,12 --cuda-arch sm_90
     python scripts/bench/bench_export.py --layers 6 --cuda-arch sm_90 --draft dflash -- --chain-len 7
     python scripts/bench/bench_export.py --backend xnnpack --target qwen3-4B --qlinear 8da4w
+    python scripts/bench/bench_export.py --backend mlx --target qwen3-4B
 
 The command writes a synthetic checkpoint (random INT4 linears and INT8 embedding in the format of ExecuTorch's
-quantize_and_save, or bfloat16 for the CPU; a random bfloat16 draft head of the published head's shape) into a temporary
+quantize_and_save, or bfloat16 without cuda; a random bfloat16 head of a published shape) into a temporary
 folder, exports it in a process of its own and samples that process's memory. RssAnon is the memory that the process and
 its children hold, without files mapped into them. Multiples of six layers have the same share of full-attention layers
 as the whole model. ``scripts/gpu/gpu_cost.py`` computes bounds for a round of a CUDA artifact, which --folder keeps.
@@ -38,6 +39,8 @@ from eagle3.runner.system.machine import linux_bytes
 SAMPLE_SECONDS = 0.1
 ARTIFACT = "artifact"
 """The name of an artifact's folder, if no layout names it."""
+RECIPES = {"xnnpack": "8da4w", "mlx": "4w"}
+"""The backends for small models, each with its default recipe."""
 CARRY = Path(__file__).parents[1] / "gpu" / "gpu_carry.py"
 
 
@@ -80,14 +83,14 @@ def watched(command: list[str], stdout: IO[str] | None = None) -> tuple[dict[str
 
 
 @click.command(epilog="\n\n".join(f"\b\n{part}" for part in __doc__.split("\n\n")[1:]))
-@click.option("--backend", type=click.Choice(["cuda", "xnnpack"]), default="cuda", show_default=True)
-@click.option("--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", help="For xnnpack.")
-@click.option("--layers", help="Numbers of layers, each a separate export. Default: 6,12; for xnnpack all layers.")
+@click.option("--backend", type=click.Choice(["cuda", *RECIPES]), default="cuda", show_default=True)
+@click.option("--target", type=click.Choice(list(CPU_MODELS)), default="qwen3-4B", help="For xnnpack and mlx.")
+@click.option("--layers", help="Numbers of layers, each a separate export. Default: 6,12; without cuda all layers.")
 @click.option("--cuda-arch", help="The architecture, as for eagle3-export.")
 @click.option("--draft", type=click.Choice(list(HEADS)), default=EAGLE3, help="Kind of head, for cuda.")
 @click.option("--int4-layout", "layouts", type=click.Choice(INT4_LAYOUTS), multiple=True, help="For cuda; repeatable.")
-@click.option("--qlinear", default="8da4w", show_default=True, help="Recipe for target and draft, for xnnpack.")
-@click.option("--max-seq-len", default=1024, show_default=True, help="Slots of the KV caches, for xnnpack.")
+@click.option("--qlinear", help="Recipe for target and draft. Default: 8da4w for xnnpack, 4w for mlx.")
+@click.option("--max-seq-len", default=1024, show_default=True, help="Slots of the KV caches, for xnnpack and mlx.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep checkpoints and artifacts here.")
 @click.option("--pack", is_flag=True, help="Pack each artifact in --folder (gpu_carry.py) and delete it, for cuda.")
 @click.argument("flags", nargs=-1)
@@ -98,29 +101,31 @@ def main(
     cuda_arch: str | None,
     draft: str,
     layouts: tuple[str, ...],
-    qlinear: str,
+    qlinear: str | None,
     max_seq_len: int,
     folder: Path | None,
     pack: bool,
     flags: tuple[str, ...],
 ) -> None:
     """Export synthetic checkpoints of a few full-width layers and report time and memory: Gemma 4 31B for a GPU,
-    smaller models for a CPU. FLAGS, after --, are further ones of eagle3-export."""
-    on_cpu = backend == "xnnpack"
-    if on_cpu and any((cuda_arch, draft != EAGLE3, layouts, pack)):
+    smaller models for a CPU or Apple silicon. FLAGS, after --, are further ones of eagle3-export."""
+    is_small = backend in RECIPES
+    if is_small and any((cuda_arch, draft != EAGLE3, layouts, pack)):
         raise click.UsageError("--cuda-arch, --draft, --int4-layout and --pack are for cuda: leave them out")
     if pack and folder is None:
         raise click.UsageError("--pack writes into --folder: name one")
-    counts = [int(count) for count in layers.split(",")] if layers else [None] if on_cpu else [6, 12]
+    counts = [int(count) for count in layers.split(",")] if layers else [None] if is_small else [6, 12]
     with tempfile.TemporaryDirectory(dir=folder.parent if folder else None) as temporary:
         place = folder or Path(temporary)
         for count in counts:
-            if on_cpu:
+            if is_small:
                 own = place / f"{target}-{count or 'all'}"
                 config = CPU_MODELS[target](*([count] if count else []))
                 save_pair(own, target, config, EAGLE3)
-                show(exported_for_cpu(own, target, config.num_hidden_layers, qlinear, max_seq_len, *flags))
-                show_run(run_on_cpu(own / ARTIFACT))
+                recipe, layer_count = qlinear or RECIPES[backend], config.num_hidden_layers
+                show(exported_small(own, target, layer_count, backend, recipe, max_seq_len, *flags))
+                if backend == "xnnpack":
+                    show_run(run_on_cpu(own / ARTIFACT))
                 continue
             own = place / str(count)
             save_pair(own, GEMMA4, gemma4_config(count), draft, unquantized=False)
@@ -142,8 +147,11 @@ def pack_and_delete(artifact: Path) -> None:
     shutil.rmtree(artifact)
 
 
-def exported_for_cpu(place: Path, target: str, layers: int, qlinear: str, max_seq_len: int, *more: str) -> dict:
-    flags = ["--backend", "xnnpack", "--qlinear", qlinear, "--draft-qlinear", qlinear, "--with-decode", "--no-check"]
+def exported_small(
+    place: Path, target: str, layers: int, backend: str, qlinear: str, max_seq_len: int, *more: str
+) -> dict:
+    flags = ["--backend", backend, "--qlinear", qlinear, "--draft-qlinear", qlinear, "--no-check"]
+    flags += ["--with-decode"] if backend == "xnnpack" else []
     return exported(place, layers, target, [*flags, "--max-seq-len", str(max_seq_len), "--max-prefill", "128", *more])
 
 

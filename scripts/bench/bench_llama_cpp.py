@@ -37,7 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click
 import httpx
 import torch
-from bench_export import ARTIFACT, exported_for_cpu, run_on_cpu
+from bench_export import ARTIFACT, exported_small, run_on_cpu
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from published import CPU_MODELS, EAGLE3, TARGET, save_pair
 from transformers import PreTrainedConfig, Qwen3_5TextConfig
@@ -377,7 +377,7 @@ def steps(llama_cpp: Path, target: str, layers: int, bits: str, prompt: str, rep
     for recipe in recipes:
         artifact = folder / f"{recipe.replace(' ', '')}-{slots}"
         if not artifact.is_dir():
-            exported_for_cpu(folder, target, layers, recipe.split()[0], slots, *recipe.split()[1:])
+            exported_small(folder, target, layers, "xnnpack", recipe.split()[0], slots, *recipe.split()[1:])
             (folder / ARTIFACT).rename(artifact)
         sides[recipe] = partial(run_on_cpu, artifact, "--prompt")
     for kind in PEERS[recipes[0]]:
