@@ -30,8 +30,8 @@ Write = Callable[[Tensor, int | None, Tensor, Tensor], None]
 
 
 class RowAccess(NamedTuple):
-    """How the methods of a backend read and write rows [R] of a buffer along an axis, or the whole buffer if that is
-    None: see ``read_rows`` and ``write_rows``."""
+    """The functions with which a backend's methods read and write rows [R] of a buffer along an axis, or the whole
+    buffer if that is None: see ``read_rows`` and ``write_rows``."""
 
     read: Read
     write: Write

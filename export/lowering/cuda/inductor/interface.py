@@ -24,7 +24,7 @@ BASE = "template class torch::aot_inductor::AOTInductorModelBase<torch::aot_indu
 """The instantiation of the model's base class, which the file of a method only declares."""
 
 SOURCE, OBJECT = "<source>", "<object>"
-"""What stands for the two files in a command."""
+"""The names that stand for the two files in a command."""
 
 
 @contextmanager
