@@ -127,7 +127,7 @@ def draft_text(plan: Plan) -> str:
 def quantized_text(plan: Plan) -> str:
     """Return a line on a quantized checkpoint: how many weights are quantized, and how the export converts them."""
     kept = plan.kept_headers
-    others = [header for name, header in plan.target_headers.items() if header.quantized and name not in kept]
+    others = [header for name, header in plan.quantized_headers.items() if name not in kept]
     line = f"weights  {len(kept)} are quantized already ({_kinds(kept.values())}) and keep their codes"
     if not others:
         return line

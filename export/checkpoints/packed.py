@@ -103,7 +103,8 @@ def as_tensor(layout: PackedLinear, codes: Tensor, scale: Tensor, zero: Tensor |
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unpack the codes of each word, the lowest bits first: int32 [R, C] -> uint8 [R, C * 32 / bits]."""
+    """Unpack the codes of each word, the lowest bits first: int32 [R, C] -> uint8 [R, C * 32 / bits]. Words may also
+    be uint8."""
     octets = words.contiguous().view(torch.uint8)
     return octets if bits == 8 else torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(1)
 
@@ -189,5 +190,5 @@ def input_order(linear: str, part: str, layout: PackedLinear, g_idx: Tensor) -> 
 def _sorted(codes: Tensor, layout: PackedLinear) -> Tensor:
     if layout.bits == 8:
         return codes[:, layout.order]
-    codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)[:, layout.order]
+    codes = unpacked(codes, 4)[:, layout.order]
     return codes[:, ::2] | codes[:, 1::2] << 4

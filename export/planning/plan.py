@@ -74,15 +74,14 @@ class Plan:
     """Warnings about possible mistakes, one line each."""
 
     @property
-    def quantized_headers(self) -> list[TensorHeader]:
-        """The headers of the target's weights that are quantized in the checkpoint."""
-        return [header for header in self.target_headers.values() if header.quantized]
+    def quantized_headers(self) -> dict[str, TensorHeader]:
+        """The headers, by name, of the target's weights that are quantized in the checkpoint."""
+        return {name: header for name, header in self.target_headers.items() if header.quantized}
 
     @cached_property
     def kept_headers(self) -> dict[str, TensorHeader]:
         """The headers among ``quantized_headers``, by name, whose codes the artifact keeps."""
-        entry = BACKENDS[self.config.backend]
-        found = {name: header for name, header in self.target_headers.items() if header.quantized}
+        entry, found = BACKENDS[self.config.backend], self.quantized_headers
         if not found or entry.quantizes:
             return found
         if not entry.kept_group or self.config.qlinear is not None:

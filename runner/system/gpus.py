@@ -93,6 +93,11 @@ def archs_of(named: str) -> list[str]:
     return list(BY_ARCH) if named == ALL else sorted(set(named.split(",")), key=lambda arch: (len(arch), arch))
 
 
+def capability_of(arch: str) -> int:
+    """Return the compute capability of an architecture: 90 for "sm_90" and for "sm_90a"."""
+    return int(arch.removeprefix("sm_").rstrip("af"))
+
+
 ALL = "all"
 BY_ARCH: dict[str, Gpu] = {}
 """The architectures that can be named, such as "sm_90", the lowest first, and the GPU that each is compiled for."""

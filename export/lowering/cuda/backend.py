@@ -95,9 +95,14 @@ def named_arch(plan: Plan) -> str:
     return plan.config.cuda_arch
 
 
+def served_archs(plan: Plan) -> str:
+    """Return the architecture of this machine's GPU, or without one the value of ``--cuda-arch``."""
+    return local_arch() or named_arch(plan)
+
+
 def starts_early(plan: Plan) -> bool:
     """Return True if kernels begin before those in front of them have ended."""
-    return layout_of(plan.config.int4_layout).early and can_start_early(local_arch() or named_arch(plan))
+    return layout_of(plan.config.int4_layout).early and can_start_early(served_archs(plan))
 
 
 class NvidiaBackend:
@@ -245,7 +250,6 @@ class NvidiaBackend:
                 )
 
         named = local_arch() is None
-        capabilities = [int(arch.removeprefix("sm_")) for arch in archs_of(local_arch() or named_arch(plan))]
         with (
             named_gpu(named_arch(plan)) if named else toolchain(),
             nullcontext() if named else registers_kept(),
@@ -264,7 +268,9 @@ class NvidiaBackend:
             argmax_over_blocks(),
             made_for_named(named_arch(plan)) if named else made_for_here(),
             recorded_launches(rows, longest) as launches,
-            tables_by_gpu(capabilities, named) if plan.config.weight_table == WEIGHT_TABLES[1] else nullcontext(),
+            tables_by_gpu(archs_of(served_archs(plan)), named)
+            if plan.config.weight_table == WEIGHT_TABLES[1]
+            else nullcontext(),
             in_two_processes(launches, check_lengths) if named else nullcontext(),
         ):
             lowered = to_edge_transform_and_lower(

@@ -17,13 +17,14 @@ from executorch.backends.cuda import cuda_weight_collector
 
 from eagle3.export.patching.patches import replaced
 from eagle3.runner.artifact.cuda_weights import FALLBACK, TABLE_MAGIC, VARIANTS_MAGIC
+from eagle3.runner.system.gpus import capability_of
 
 
 @contextmanager
-def tables_by_gpu(capabilities: Sequence[int], ptx: bool) -> Iterator[None]:
-    """Make ExecuTorch write tables with an entry for each compute capability (90 for 9.0, the lowest first), and with
-    ``ptx`` a fallback for later GPUs."""
-    encode = cuda_weight_collector.encode_cuda_weight_metadata
+def tables_by_gpu(archs: Sequence[str], ptx: bool) -> Iterator[None]:
+    """Make ExecuTorch write tables with an entry for each architecture ("sm_90", the lowest first), and with ``ptx`` a
+    fallback for later GPUs."""
+    encode, capabilities = cuda_weight_collector.encode_cuda_weight_metadata, list(map(capability_of, archs))
 
     def by_gpu(*given: Any) -> bytes:  # noqa: ANN401 - the arguments of another function
         return table_by_gpu(encode(*given), capabilities, ptx)
@@ -33,7 +34,7 @@ def tables_by_gpu(capabilities: Sequence[int], ptx: bool) -> Iterator[None]:
 
 
 def table_by_gpu(table: bytes, capabilities: Sequence[int], ptx: bool) -> bytes:
-    """Return a table of ExecuTorch 1.5 in the later form."""
+    """Return a table of ExecuTorch 1.5 in the later form, for these compute capabilities (90 for 9.0)."""
     at = len(TABLE_MAGIC)
     end = at + 4 + struct.unpack_from("<I", table, at)[0]
     library = table[at:end]

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torchao.quantization import IntxUnpackedToInt8Tensor, quantize_
 from torchao.utils import TorchAOBaseTensor
 
+from eagle3.export.checkpoints.packed import unpacked
 from eagle3.export.lowering.covered_weights import CoveredWeights
 from eagle3.export.lowering.mlx.recipe import Recipe
 from eagle3.export.lowering.xnnpack.quantization import by_rows, taken_from
@@ -93,7 +94,7 @@ def grouped(weight: Tensor) -> GroupedWeight:
     if isinstance(weight, ExportableGGUFTensor):
         made = weight.to_intx_unpacked_to_int8_tensor(scale_dtype=torch.float32)
     elif isinstance(weight, ExportableInt4Tensor):
-        codes = torch.stack((weight.qdata & 0xF, weight.qdata >> 4), dim=-1).flatten(1).to(torch.int8) - 8
+        codes = unpacked(weight.qdata, 4).to(torch.int8) - 8
         scale, zero = (part.t().float().contiguous() for part in (weight.scale, weight.zero_point))
         held, block = torch.int4, (1, weight.group_size)  # type: ignore[attr-defined]
         made = IntxUnpackedToInt8Tensor(codes, scale, zero - 8, held, block, torch.float32, None)

@@ -79,7 +79,7 @@ def test_the_weight_tables_magic_is_that_of_the_installed_executorch():
 def test_a_weight_table_by_gpu_names_one_library_for_all_and_a_fallback():
     """The bytes are those of ExecuTorch's pull request 22198."""
     plain = encode_cuda_weight_metadata(KEY, [entry("head.weight")])
-    with tables_by_gpu((80, 120), ptx=True):
+    with tables_by_gpu(("sm_80", "sm_120"), ptx=True):
         by_gpu = cuda_weight_collector.encode_cuda_weight_metadata(KEY, [entry("head.weight")])
     key, weights = struct.pack("<I", len(KEY)) + KEY.encode(), plain[14 + len(KEY) :]
     entries = (80, 0, 0), (120, 0, 0), (120, 80, 1)

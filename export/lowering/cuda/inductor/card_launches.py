@@ -15,6 +15,7 @@ from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrid
 
 from eagle3.export.patching.patches import all_replaced
 from eagle3.runner.artifact.cuda_library import TEGRA, runs_on
+from eagle3.runner.system.gpus import capability_of
 
 CARDS = "cards"
 """The key of a kernel's table in Inductor's parameters of the kernel, and in the record of its launches."""
@@ -82,16 +83,14 @@ def taken(images: Sequence[Image], capability: int) -> Image | None:
     """Return the image that CUDA's driver takes on a GPU: machine code for that GPU alone, then the latest machine
     code, then the latest PTX; None if it runs none."""
     running = [each for each in images if runs_on(each.form, each.arch, divmod(capability, 10))]
-    return max(running, key=lambda each: (each.form == "sass", each.arch[-1] == "a", _number(each)), default=None)
-
-
-def _number(image: Image) -> int:
-    return int(image.arch.removeprefix("sm_").rstrip("af"))
+    return max(
+        running, key=lambda each: (each.form == "sass", each.arch[-1] == "a", capability_of(each.arch)), default=None
+    )
 
 
 def launches_by_card(images: Sequence[Image]) -> tuple[CardLaunch, ...]:
     """Return the launches of a kernel with these images, in the order of ``first``; neighbours differ."""
-    numbers, orin = {_number(each) for each in images}, 10 * TEGRA[0] + TEGRA[1]
+    numbers, orin = {capability_of(each.arch) for each in images}, 10 * TEGRA[0] + TEGRA[1]
     starts = numbers | {each + 1 for each in numbers} | {(each // 10 + 1) * 10 for each in numbers} | {orin, orin + 1}
     found: list[CardLaunch] = []
     for first in sorted(start for start in starts if start >= min(numbers)):
