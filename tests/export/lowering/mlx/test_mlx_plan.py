@@ -1,8 +1,8 @@
 """A plan for MLX has one method for the target and refuses flags and heads; code that Linux's wheel lacks is made."""
 
-import importlib.util
 import sys
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -99,7 +99,8 @@ def test_the_code_that_the_wheel_lacks_is_made_once_in_a_cache_folder(tmp_path, 
     generated.use_generated()
     (folder,) = map(Path, sys.modules[generated.PACKAGE].__path__)
     assert folder.parent == tmp_path / "eagle3-export" and list(folder.parent.iterdir()) == [folder]
-    assert importlib.util.find_spec(f"{generated.PACKAGE}.mlx_graph_schema").origin == str(folder / generated.SCHEMA)
+    spec = PathFinder.find_spec(f"{generated.PACKAGE}.mlx_graph_schema", sys.modules[generated.PACKAGE].__path__)
+    assert spec.origin == str(folder / generated.SCHEMA)
     assert sorted(generated._installed().iterdir()) == installed
     made = (folder / generated.SCHEMA).stat().st_mtime_ns
     monkeypatch.delitem(sys.modules, generated.PACKAGE)
