@@ -2,6 +2,7 @@
 once."""
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 from eagle3.export.configuration.backends import BACKENDS, MEANT
 from eagle3.export.configuration.config import (
     EMBEDDING_RECIPES,
+    HOSTS,
     INT4_LAYOUTS,
     KV_CACHES,
     LONGEST_CHAIN,
@@ -35,21 +37,23 @@ Examples:
   eagle3-export --target-model gemma4-31B --cuda-arch sm_90 --download
   eagle3-export --target-model gemma4-31B --cuda-arch sm_90 --int4-layout records
   eagle3-export --target-model gemma4-31B --cuda-arch sm_80,sm_90,sm_120
+  eagle3-export --target-model qwen3-4B --cuda-arch sm_87 --host-arch aarch64 --download
   eagle3-export --checkpoint Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3 --backend xnnpack --qlinear 8da4w
   eagle3-export --target-model gemma4-31B --random-weights --layers 6 --cuda-arch sm_90
   eagle3-export --target-model llama3.1-8B --checkpoint my-llama --draft 2 --output-dir out
 """
 
 
-class Architectures(NameChoice):
-    """Architectures with commas between them, or "all"; a value is what ``ExportConfig.cuda_arch`` takes."""
+class NameList(NameChoice):
+    """Several names with commas between them. ``ordered`` returns them in the order of the flag's value, each once."""
 
-    def __init__(self) -> None:
-        super().__init__([*BY_ARCH, ALL])
+    def __init__(self, choices: Iterable[str], ordered: Callable[[list[str]], Iterable[str]]):
+        super().__init__(choices)
+        self._ordered = ordered
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ANN401 - click's
-        named = [super(Architectures, self).convert(name.strip(), param, ctx) for name in str(value).split(",")]
-        return ",".join(archs_of(ALL if ALL in named else ",".join(named)))
+        named = [super(NameList, self).convert(name.strip(), param, ctx) for name in str(value).split(",")]
+        return ",".join(self._ordered(named))
 
 
 def _list_targets(as_json: bool) -> None:
@@ -160,8 +164,15 @@ HEADINGS = {
 )
 @click.option(
     "--cuda-arch",
-    type=Architectures(),
+    type=NameList([*BY_ARCH, ALL], lambda named: archs_of(ALL if ALL in named else ",".join(named))),
     help="The GPUs to compile for, with commas between them. Default: this machine's, or all without one.",
+)
+@click.option(
+    "--host-arch",
+    type=NameList(HOSTS, dict.fromkeys),
+    help="The processors of the machines with these GPUs, with commas between them: aarch64 is for Jetson, GH200 and "
+    "GB10, and its libraries are made by a cross compiler. The first is that of model.pte, the others are in "
+    "model.PROCESSOR.pte. Default: this machine's.",
 )
 @click.option(
     "--chain-len", type=click.IntRange(1, LONGEST_CHAIN), help="Draft tokens a round. Default: the head's own number."

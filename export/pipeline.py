@@ -17,7 +17,7 @@ from eagle3.export.checks.preflight import check_export_memory
 from eagle3.export.configuration.backends import BACKENDS
 from eagle3.export.draft.loading import load_draft
 from eagle3.export.lowering.backend import load_backend
-from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_program, write_record
+from eagle3.export.output.contents import copy_tokenizer, package_versions, sha256_by_name, write_files, write_record
 from eagle3.export.output.folder import full_disk_named, whole_folder
 from eagle3.export.output.progress import Progress
 from eagle3.export.output.tokenizer import write_tokenizer
@@ -96,11 +96,11 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             progress.say(f"conversations with it cannot be kept: {plan.config.backend} has no {READ_STATE} yet")
         with progress.stage(f"lower to {plan.config.backend}"):
             metadata = make_metadata(plan, manifest, speculator.draft.ids_in_target(), kept)
-            program, built = backend.lower(programs, metadata.constant_methods(), plan)
+            files, built = backend.lower(programs, metadata.constant_methods(), plan)
         for arch, lack in built.get(LACKING, {}).items():
             progress.say(f"the artifact does not run on {arch}, which has too little for a block: {lack}")
         with progress.stage("write"):
-            digests = write_program(program, folder)
+            digests = write_files(files, folder)
             copy_tokenizer(plan.checkpoint, folder)
             for line in write_tokenizer(plan.checkpoint, folder):
                 progress.say(line)

@@ -87,7 +87,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "NVIDIA GPUs in bfloat16 with INT4 weights (AOTInductor), exported with or without a GPU",
         "eagle3.export.lowering.cuda.backend",
         dtype="bfloat16",
-        flags=frozenset({"cuda_arch", "int4_layout", "kv_cache", "weight_table"}),
+        flags=frozenset({"cuda_arch", "host_arch", "int4_layout", "kv_cache", "weight_table"}),
         states=frozenset({DELTA_RULE, KIMI_DELTA, MAMBA_2, SHORT_CONVOLUTION}),
         recipes=CUDA_RECIPES,
         quantizes=True,

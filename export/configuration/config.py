@@ -24,6 +24,8 @@ INT4_LAYOUTS = ("tiles", "records")
 """The names of ``LAYOUTS`` (``lowering/cuda/kernels/int4/layouts.py``), the default first."""
 WEIGHT_TABLES = ("fqn3", "fqn0")
 """The weight tables of ExecuTorch's CUDA runtime: of 1.5, and the later one (``lowering/cuda/weight_table.py``)."""
+HOSTS = ("x86_64", "aarch64")
+"""The processors that a CUDA artifact's libraries can be compiled for, as ``platform.machine`` names them."""
 LONGEST_CHAIN = 15
 """The most draft tokens of a round; a verify window has one row more."""
 
@@ -39,6 +41,7 @@ class ExportConfig:
     draft: Path | None = None
     backend: str = "cuda"
     cuda_arch: str | None = None
+    host_arch: str | None = None
     chain_len: int | None = None
     verify_rows: int | None = None
     max_seq_len: int | None = None

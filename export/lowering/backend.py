@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from eagle3.export.configuration.backends import BACKENDS
+from eagle3.runner.contract import MODEL_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.export import ExportedProgram
 
+    from eagle3.export.output.contents import Writable
     from eagle3.export.planning.memory import GpuMemory
     from eagle3.export.planning.plan import Plan
     from eagle3.export.speculator.speculator import Eagle3Speculator
@@ -115,8 +117,15 @@ class Backend(Protocol):
 
     def lower(
         self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], plan: "Plan", /
-    ) -> "tuple[ExecutorchProgramManager, dict[str, Any]]":
-        """Lower the traced methods. Return the program, and entries for ``export.json`` about the compiled code."""
+    ) -> "tuple[dict[str, Writable], dict[str, Any]]":
+        """Lower the traced methods. Return the program's files by name, and entries for ``export.json`` about the
+        compiled code."""
+
+
+def files_of(program: "ExecutorchProgramManager") -> "dict[str, Writable]":
+    """Return ``model.pte``, and the files with tensor data that lie beside it, by name."""
+    beside = program._tensor_data.items()
+    return {MODEL_FILE: program} | {name if name.endswith(".ptd") else f"{name}.ptd": data for name, data in beside}
 
 
 class OnThisMachine:

@@ -8,13 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
-from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
+from eagle3.runner.contract import EXPORT_RECORD, PROGRAM_SUFFIX
 from eagle3.runner.system.machine import version_of
-
-if TYPE_CHECKING:
-    from executorch.exir import ExecutorchProgramManager
 
 TOKENIZER, SETTINGS, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 TOKENIZER_FILES = (
@@ -46,6 +43,13 @@ def sha256_by_name(paths: Iterable[Path]) -> dict[str, str]:
         return {path.name: digest for path, digest in zip(paths, pool.map(sha256, paths), strict=True)}
 
 
+class Writable(Protocol):
+    """The contents of a file."""
+
+    def write_to_file(self, file: BinaryIO, /) -> None:
+        """Write all of them."""
+
+
 class HashedFile:
     """A file that hashes the data written to it, in a thread."""
 
@@ -69,17 +73,13 @@ def hashed_file(path: Path) -> Iterator[HashedFile]:
         yield HashedFile(file, pool)
 
 
-def write_program(program: "ExecutorchProgramManager", folder: Path) -> dict[str, str]:
-    """Write ``model.pte``, and next to it the files that a backend keeps outside of it. Returns each sha256 by name."""
-    with hashed_file(folder / MODEL_FILE) as file:
-        program.write_to_file(file)
-    digests = {MODEL_FILE: file.sha256()}
-    # write_tensor_data_to_file would not hash the files
-    for name, data in program._tensor_data.items():
-        path = folder / (name if name.endswith(".ptd") else f"{name}.ptd")
-        with hashed_file(path) as file:
-            data.write_to_file(file)
-        digests[path.name] = file.sha256()
+def write_files(files: Mapping[str, Writable], folder: Path) -> dict[str, str]:
+    """Write files by name. Returns each sha256 by name."""
+    digests = {}
+    for name, contents in files.items():
+        with hashed_file(folder / name) as file:
+            contents.write_to_file(file)
+        digests[name] = file.sha256()
     return digests
 
 
@@ -115,8 +115,9 @@ def write_record(folder: Path, record: dict[str, Any], known: Mapping[str, str])
         for path in sorted(folder.iterdir())
         if path.name != EXPORT_RECORD
     }
-    if MODEL_FILE in files:
-        files[MODEL_FILE] |= program_digest(folder / MODEL_FILE)
+    for name in files:
+        if name.endswith(PROGRAM_SUFFIX):
+            files[name] |= program_digest(folder / name)
     record = record | {"files": files}
     (folder / EXPORT_RECORD).write_text(json.dumps(record, indent=2) + "\n")
     return record

@@ -163,6 +163,11 @@ PATCHES: dict[str, Patch] = {
         "torch._inductor.cpp_builder.CppBuilder.build",
     ),
     **_group(
+        "libraries are compiled for other hosts as well (``--host-arch``)",
+        "torch._inductor.codecache.batch_convert_cubins_to_obj",
+        "executorch.backends.cuda.cuda_backend.CudaBackend.codesign_so",
+    ),
+    **_group(
         "the launches of each method are recorded for the cost model",
         "executorch.backends.cuda.cuda_backend.CudaBackend.get_extra_aoti_compile_context_manager",
         "torch._inductor.codegen.cpp_wrapper_gpu.CppWrapperGpu._generate_kernel_call_helper",

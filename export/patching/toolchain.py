@@ -78,15 +78,22 @@ def driver_functions(home: Path) -> list[str]:
     return sorted({*declared, *renamed})
 
 
+def driver_stub(compiler: str, home: Path, folder: Path) -> None:
+    """Make a stub of libcuda in a new ``folder``, for the processor that ``compiler`` compiles for."""
+    folder.mkdir()
+    stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-w", "-x", "c", "-", "-o", folder / "libcuda.so"]
+    source = "".join(f"void {name}(void) {{}}\n" for name in driver_functions(home))
+    subprocess.run([compiler, *stub], input=source, text=True, check=True)
+
+
 @contextmanager
 def toolchain() -> Iterator[None]:
     """Point ``CUDA_HOME``, ``PATH`` and ``LIBRARY_PATH`` to ``cuda_home`` and a stub of libcuda."""
-    home, compiler = cuda_home(), cpp_compiler()
-    with tempfile.TemporaryDirectory() as stubs:
-        stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-w", "-x", "c", "-", "-o", f"{stubs}/libcuda.so"]
-        source = "".join(f"void {name}(void) {{}}\n" for name in driver_functions(home))
-        subprocess.run([compiler, *stub], input=source, text=True, check=True)
-        libraries = [stubs, *filter(None, [os.environ.get("LIBRARY_PATH")])]
+    home = cuda_home()
+    with tempfile.TemporaryDirectory() as folder:
+        stubs = Path(folder) / "stubs"
+        driver_stub(cpp_compiler(), home, stubs)
+        libraries = [str(stubs), *filter(None, [os.environ.get("LIBRARY_PATH")])]
         variables = {
             "CUDA_HOME": str(home),
             "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}",

@@ -1,13 +1,14 @@
 """Opens an artifact: finds its files, checks that they are undamaged, reads its metadata. Executes nothing."""
 
 import json
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3.runner.artifact.pte import read_constants
 from eagle3.runner.artifact.record import compare, silent
-from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE, Metadata
+from eagle3.runner.contract import DRAFT_DECODE, HOST_MODEL_FILE, METHODS, MODEL_FILE, Metadata
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Artifact:
 
 
 def find_model(path: Path) -> Path:
-    """Return the ``model.pte`` of an artifact's folder, or the file itself.
+    """Return the program of an artifact's folder, or the file itself: ``model.pte``, unless there is one for this
+    processor.
 
     Raises FileNotFoundError, and ValueError for a file that is no ExecuTorch program.
     """
-    model = path / MODEL_FILE if path.is_dir() else path
+    own = path / HOST_MODEL_FILE.format(platform.machine())
+    model = (own if own.is_file() else path / MODEL_FILE) if path.is_dir() else path
     if not model.is_file():
         raise FileNotFoundError(
             f"{model} is missing: ARTIFACT is a folder that eagle3-export made, or its {MODEL_FILE}"

@@ -107,7 +107,7 @@ def show(found: dict[str, Any]) -> None:
 
 def _title(found: dict[str, Any]) -> str:
     manifest, chain_len = found["metadata"]["get_manifest"], found["metadata"]["get_chain_len"]
-    backend = " ".join(filter(None, (manifest.get("backend"), manifest.get("cuda_arch"))))
+    backend = " ".join(filter(None, map(manifest.get, ("backend", "cuda_arch", "host_arch"))))
     draft = manifest.get("draft")
     pair = f"{manifest.get('target')} " + (f"with draft {draft}" if draft else "without a draft")
     return f"{found['model']}: {pair}, {backend}, chain length {chain_len}"

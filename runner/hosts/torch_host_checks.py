@@ -37,7 +37,7 @@ def check_machine(libraries: dict[str, Library]) -> None:
         if library.machine != platform.machine():
             raise ValueError(
                 f"the library of {method} is for {library.machine} hosts, this one is {platform.machine()}: export it "
-                "again on a machine of this kind"
+                f"again with --host-arch {library.machine},{platform.machine()}"
             )
 
 

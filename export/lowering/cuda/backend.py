@@ -4,10 +4,12 @@ With a GPU in this machine, kernels are timed on it; without one, the user names
 methods share weights and caches by qualified name. Both go into a file of their own.
 """
 
-from collections.abc import Iterator, Mapping
+import platform
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import executorch.backends.cuda.triton.kernels  # noqa: F401  (registers torch.ops.triton)
 import torch
@@ -16,7 +18,6 @@ from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
 from executorch.exir import (
     EdgeCompileConfig,
     ExecutorchBackendConfig,
-    ExecutorchProgramManager,
     to_edge_transform_and_lower,
 )
 from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -28,7 +29,7 @@ from torch.export import ExportedProgram
 
 from eagle3.export.configuration.config import CUDA_RECIPES, WEIGHT_TABLES
 from eagle3.export.draft.loading import unfilled
-from eagle3.export.lowering.backend import Backend
+from eagle3.export.lowering.backend import Backend, files_of
 from eagle3.export.lowering.cuda.gpu_memory import gpu_memory, suggest_flags
 from eagle3.export.lowering.cuda.graph.check import check_linears
 from eagle3.export.lowering.cuda.graph.dispatch import small_m_dispatch
@@ -49,6 +50,7 @@ from eagle3.export.lowering.cuda.inductor.fusion import (
     fused_further,
     rows_in_registers,
 )
+from eagle3.export.lowering.cuda.inductor.hosts import ANY_PROCESSOR, compiled_for, cross_compiler
 from eagle3.export.lowering.cuda.inductor.interface import interface_once
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
@@ -74,11 +76,24 @@ from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator
 from eagle3.export.speculator.state import RowAccess, write_rows
-from eagle3.runner.contract import DRAFT_DECODE, FORWARD, LACKING, LAUNCHES, PREFILL, READ_STATE, WRITE_STATE
+from eagle3.runner.contract import (
+    DRAFT_DECODE,
+    FORWARD,
+    HOST_MODEL_FILE,
+    LACKING,
+    LAUNCHES,
+    MODEL_FILE,
+    PREFILL,
+    READ_STATE,
+    WRITE_STATE,
+)
 from eagle3.runner.system import gpus
 from eagle3.runner.system.gpus import BY_ARCH, archs_of, lacking_on_later
 from eagle3.runner.system.machine import version_of
 from eagle3.targets.attention import AttentionFactory
+
+if TYPE_CHECKING:
+    from eagle3.export.output.contents import Writable
 
 OPTIONS = {
     "coordinate_descent_tuning": False,
@@ -86,6 +101,7 @@ OPTIONS = {
     # as in ExecuTorch's export, since the time of a call is spent in the kernels
     "aot_inductor.compile_wrapper_opt_level": "O0",
     "aot_inductor.enable_line_tables": False,  # a quarter of a library, with paths of this machine
+    **ANY_PROCESSOR,
 }
 
 
@@ -103,6 +119,16 @@ def served_archs(plan: Plan) -> str:
 def starts_early(plan: Plan) -> bool:
     """Return True if kernels begin before those in front of them have ended."""
     return layout_of(plan.config.int4_layout).early and can_start_early(served_archs(plan))
+
+
+def hosts_of(plan: Plan) -> list[str]:
+    """Return the processors that libraries are compiled for: those of ``--host-arch``, or this machine's."""
+    return (plan.config.host_arch or platform.machine()).split(",")
+
+
+def others_of(hosts: Sequence[str]) -> list[str]:
+    """Return those of ``hosts`` that this machine is not."""
+    return [host for host in hosts if host != platform.machine()]
 
 
 class NvidiaBackend:
@@ -126,6 +152,8 @@ class NvidiaBackend:
             check_versions(FOR_CUDA, TESTED_WITH_GPU, "lowering for CUDA", "")
         cuda_home()
         cpp_compiler()
+        for host in others_of(hosts_of(plan)):
+            cross_compiler(host)
         skeleton = plan.skeleton
         if plan.qlinear == "checkpoint":
             check_quantized_headers(plan.target_headers, skeleton)
@@ -211,6 +239,7 @@ class NvidiaBackend:
         local, named = local_arch(), plan.config.cuda_arch
         return {
             "cuda_arch": local or (named and ",".join(archs_of(named))),
+            "host_arch": ",".join(hosts_of(plan)),
             "launches": "early" if starts_early(plan) else "in-order",
             "kernels": f"autotuned on {torch.cuda.get_device_name()}" if local else "chosen by estimate",
             "linears": {name: check_linears(name, program) for name, program in programs.items()},
@@ -219,8 +248,9 @@ class NvidiaBackend:
 
     def lower(
         self, programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any], plan: Plan
-    ) -> tuple[ExecutorchProgramManager, dict[str, Any]]:
-        """Return one program in which each method is one delegate. Weights and caches are its tensor data, by name.
+    ) -> "tuple[dict[str, Writable], dict[str, Any]]":
+        """Return a program for each host, in which each method is one delegate. Weights and caches are its tensor data,
+        by name.
 
         The second value describes the launches of each method: ``draft_decode`` and ``forward`` with one row, the
         others with their most rows. It also names the later architectures on which a launch lacks resources. Code that
@@ -249,28 +279,12 @@ class NvidiaBackend:
                     f"{name} was compiled for {ranges(programs[name])} of its lengths {lengths[name]} alone"
                 )
 
-        named = local_arch() is None
+        named, hosts = local_arch() is None, hosts_of(plan)
         with (
-            named_gpu(named_arch(plan)) if named else toolchain(),
-            nullcontext() if named else registers_kept(),
-            inductor.patch(OPTIONS),
-            fused_further(apart=(READ_STATE, WRITE_STATE)),
-            interface_once(),
-            barriers_between_loops(),
-            rows_in_registers(),
-            early_launches() if starts_early(plan) else nullcontext(),
-            counters_unchanged(),
-            prefetches_unseen(),
-            analyzed_once(),
-            no_repro(),
-            collected_rarely(),
-            repeated_alone(decompose_by_node=False),
-            argmax_over_blocks(),
-            made_for_named(named_arch(plan)) if named else made_for_here(),
+            as_planned(plan),
             recorded_launches(rows, longest) as launches,
-            tables_by_gpu(archs_of(served_archs(plan)), named)
-            if plan.config.weight_table == WEIGHT_TABLES[1]
-            else nullcontext(),
+            TemporaryDirectory() as folder,
+            compiled_for(others_of(hosts), Path(folder)) as libraries,
             in_two_processes(launches, check_lengths) if named else nullcontext(),
         ):
             lowered = to_edge_transform_and_lower(
@@ -286,12 +300,45 @@ class NvidiaBackend:
                     memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False), emit_mutable_buffer_names=True
                 )
             )
+            files = files_of(program)
+            own = files.pop(MODEL_FILE)
+            for host in hosts:
+                name = MODEL_FILE if host == hosts[0] else HOST_MODEL_FILE.format(host)
+                files[name] = own if host == platform.machine() else libraries.program(program, host)
         launched = {name: method["launches"] for name, method in launches.items()}
         lacking = lacking_on_later(named_arch(plan), launched) if named else {}
-        return program, {LAUNCHES: launches, LACKING: lacking}
+        return files, {LAUNCHES: launches, LACKING: lacking}
 
 
 BACKEND: Backend = NvidiaBackend()
+
+
+@contextmanager
+def as_planned(plan: Plan) -> Iterator[None]:
+    """Make ExecuTorch's CUDA backend and Inductor lower as the plan says."""
+    named = local_arch() is None
+    with (
+        named_gpu(named_arch(plan)) if named else toolchain(),
+        nullcontext() if named else registers_kept(),
+        inductor.patch(OPTIONS),
+        fused_further(apart=(READ_STATE, WRITE_STATE)),
+        interface_once(),
+        barriers_between_loops(),
+        rows_in_registers(),
+        early_launches() if starts_early(plan) else nullcontext(),
+        counters_unchanged(),
+        prefetches_unseen(),
+        analyzed_once(),
+        no_repro(),
+        collected_rarely(),
+        repeated_alone(decompose_by_node=False),
+        argmax_over_blocks(),
+        made_for_named(named_arch(plan)) if named else made_for_here(),
+        tables_by_gpu(archs_of(served_archs(plan)), named)
+        if plan.config.weight_table == WEIGHT_TABLES[1]
+        else nullcontext(),
+    ):
+        yield
 
 
 def has_int4(plan: Plan) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
 from eagle3.export.draft.loading import unfilled
-from eagle3.export.lowering.backend import Backend, OnThisMachine, StandIn
+from eagle3.export.lowering.backend import Backend, OnThisMachine, StandIn, files_of
 from eagle3.export.lowering.covered_weights import CoveredWeights, model_bytes, quantize_covered
 from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.lowering.mlx.attention import MlxAttention
@@ -28,9 +28,9 @@ from eagle3.export.planning.plan import Plan
 from eagle3.runner.artifact.opening import Artifact
 
 if TYPE_CHECKING:
-    from executorch.exir import ExecutorchProgramManager
     from torch.export import ExportedProgram
 
+    from eagle3.export.output.contents import Writable
     from eagle3.export.speculator.speculator import Eagle3Speculator
     from eagle3.targets.attention import AttentionFactory
 
@@ -121,10 +121,10 @@ class MlxBackend(OnThisMachine):
 
     def lower(
         self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], _plan: Plan
-    ) -> "tuple[ExecutorchProgramManager, dict[str, Any]]":
+    ) -> "tuple[dict[str, Writable], dict[str, Any]]":
         from eagle3.export.lowering.mlx.lowering import lower
 
-        return lower(programs, constant_methods), {}
+        return files_of(lower(programs, constant_methods)), {}
 
 
 BACKEND: Backend = MlxBackend()

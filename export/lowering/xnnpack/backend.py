@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from eagle3.export.draft.loading import unfilled
-from eagle3.export.lowering.backend import Backend, OnThisMachine
+from eagle3.export.lowering.backend import Backend, OnThisMachine, files_of
 from eagle3.export.lowering.covered_weights import model_bytes
 from eagle3.export.lowering.xnnpack.recipe import Recipe, recipes
 from eagle3.export.patching.tested_versions import FOR_CPU, TESTED, check_versions
 from eagle3.export.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from executorch.exir import ExecutorchProgramManager
     from torch.export import ExportedProgram
 
     from eagle3.export.lowering.xnnpack.quantization import XnnpackWeights
+    from eagle3.export.output.contents import Writable
     from eagle3.export.speculator.speculator import Eagle3Speculator
     from eagle3.export.speculator.state import RowAccess
     from eagle3.targets.attention import AttentionFactory
@@ -110,10 +110,10 @@ class XnnpackBackend(OnThisMachine):
 
     def lower(
         self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], _plan: Plan
-    ) -> "tuple[ExecutorchProgramManager, dict[str, Any]]":
+    ) -> "tuple[dict[str, Writable], dict[str, Any]]":
         from eagle3.export.lowering.xnnpack.lowering import lower
 
-        return lower(programs, constant_methods), {}
+        return files_of(lower(programs, constant_methods)), {}
 
 
 BACKEND: Backend = XnnpackBackend()

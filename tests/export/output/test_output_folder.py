@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from eagle3.export.lowering.backend import files_of
 from eagle3.export.output import folder as output_folder
-from eagle3.export.output.contents import write_program, write_record
+from eagle3.export.output.contents import write_files, write_record
 from eagle3.export.output.folder import check_output, full_disk_named, whole_folder
 from eagle3.export.output.progress import Progress
 from eagle3.export.report import result_text
@@ -155,7 +156,7 @@ def test_the_recorded_sha256_of_a_program_is_that_of_the_written_file(tmp_path):
 
     program = Data([b"program", b"", bytes(1 << 20)])
     program._tensor_data = {"weights": Data([os.urandom(1 << 20), b"pad"]), "caches.ptd": Data()}
-    digests = write_program(program, tmp_path)
+    digests = write_files(files_of(program), tmp_path)
     assert digests == {path.name: sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
     assert sorted(digests) == ["caches.ptd", "model.pte", "weights.ptd"]
     assert (tmp_path / MODEL_FILE).stat().st_size == 7 + (1 << 20)

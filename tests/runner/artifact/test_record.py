@@ -1,6 +1,7 @@
 """An artifact is compared with export.json before any of it is loaded, so that no flipped byte reaches the runtime."""
 
 import json
+import platform
 import random
 import re
 import shutil
@@ -11,11 +12,11 @@ import pytest
 from commands import fail_command, run_command
 
 from eagle3.runner.artifact import opening, record
-from eagle3.runner.artifact.opening import open_artifact
+from eagle3.runner.artifact.opening import find_model, open_artifact
 from eagle3.runner.commands.bench import main as bench_main
 from eagle3.runner.commands.inspect import main as inspect_main
 from eagle3.runner.commands.run import main as run_main
-from eagle3.runner.contract import EXPORT_RECORD, MODEL_FILE
+from eagle3.runner.contract import EXPORT_RECORD, HOST_MODEL_FILE, MODEL_FILE
 
 TOKENS = ("--prompt-tokens", "2,318,1664,11", "--max-new-tokens", "8")
 HEADER = 64  # bytes, with ExecuTorch's extended header
@@ -76,6 +77,14 @@ def positions(folder, header: int, program: int, behind: int) -> list[int]:
         *rng.sample(range(HEADER, end), program),
         *rng.sample(range(end, entry["bytes"]), behind),
     ]
+
+
+def test_a_folder_opens_the_program_for_this_processor_if_there_is_one(copied):
+    own, other = (copied / HOST_MODEL_FILE.format(name) for name in (platform.machine(), "another"))
+    shutil.copy(copied / MODEL_FILE, own)
+    assert (find_model(copied), find_model(copied / MODEL_FILE)) == (own, copied / MODEL_FILE)
+    own.rename(other)
+    assert (find_model(copied), find_model(other)) == (copied / MODEL_FILE, other)
 
 
 def test_no_flipped_byte_reaches_the_runtime(copied, not_loaded):

@@ -34,23 +34,30 @@ def interface_once() -> Iterator[None]:
 
     def build_in_parts(self: CppBuilder) -> None:
         target = Path(self.get_target_file_path())
-        source = target.with_suffix(".cpp")
-        parts = split(source.read_text()) if target.name.endswith(".wrapper.o") else None
-        if parts is None:
+        if not compiled_in_parts(self.get_command_line(), target.with_suffix(".cpp"), target):
             build(self)
-            return
-        common, own = parts
-        command = self.get_command_line().replace(str(source), SOURCE).replace(str(target), OBJECT)
-        own_source, own_object = target.with_suffix(".own.cpp"), target.with_suffix(".own.o")
-        own_source.write_text(own)
-        compile_cpp(command, own_source, own_object)
-        objects = f"{common_object(common, command)} {own_object}"
-        run_compile_cmd(f"{command.split()[0]} -r -nostdlib {objects} -o {target}", str(target.parent))
-        own_source.unlink()
-        own_object.unlink()
 
     with replaced(BUILD, build_in_parts):
         yield
+
+
+def compiled_in_parts(command: str, source: Path, target: Path) -> bool:
+    """Run a command that compiles ``source`` to ``target``, the common part once. Returns False, and does nothing, if
+    it is not the C++ of a method, or if it links."""
+    is_method = source.name.endswith(".wrapper.cpp") and target.suffix == ".o"
+    parts = split(source.read_text()) if is_method else None
+    if parts is None:
+        return False
+    common, own = parts
+    command = command.replace(str(source), SOURCE).replace(str(target), OBJECT)
+    own_source, own_object = target.with_suffix(".own.cpp"), target.with_suffix(".own.o")
+    own_source.write_text(own)
+    compile_cpp(command, own_source, own_object)
+    objects = f"{common_object(common, command)} {own_object}"
+    run_compile_cmd(f"{command.split()[0]} -r -nostdlib {objects} -o {target}", str(target.parent))
+    own_source.unlink()
+    own_object.unlink()
+    return True
 
 
 def split(text: str) -> tuple[str, str] | None:

@@ -1,24 +1,36 @@
-"""One library for several GPUs: which image each takes, how it is launched there, and what is refused."""
+"""One library for several GPUs: which image each takes, how it is launched there, and what is refused. And the same
+library for another host."""
 
+import hashlib
+import platform
 import re
+import shutil
 import struct
+import subprocess
 
 import pytest
 import torch
 from cuda_lowered import lowered
 from kernel_inputs import Int4Linear, activations
 from machine_code.sass import read_codes_for
+from stand_in_driver import SOURCES
 from torch.export import Dim
 
 from eagle3.export.lowering.cuda.inductor.card_launches import CardLaunch, Image, launches_by_card, taken
 from eagle3.export.lowering.cuda.inductor.early_launches import can_start_early
+from eagle3.export.lowering.cuda.inductor.hosts import compiled_for
 from eagle3.export.lowering.cuda.kernels import sums
 from eagle3.export.lowering.cuda.kernels.attention import attention
 from eagle3.export.lowering.cuda.named_gpu.fatbins import common_gpu, with_own_images
+from eagle3.export.patching.patches import environment
 from eagle3.runner.artifact.cuda_library import fatbin_entries, read_library
+from eagle3.runner.artifact.gpu_needs import weight_tables
+from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.hosts.torch_host_checks import check_architectures
 from eagle3.runner.system.gpus import ALL, BY_ARCH, archs_of, excesses, gpus_of, launches_on
 
+OTHER = "aarch64"
+CROSS = ("aarch64-linux-gnu-g++", "qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
 NAMED = "sm_80,sm_86,sm_87,sm_90,sm_120"
 ROWS, WIDTH, HEAD, SLOTS = 96, 1024, 256, 512
 
@@ -37,17 +49,38 @@ class Layer(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def made():
-    """The recorded launches of a layer for ``NAMED``, its library, and the C++ that launches its kernels."""
+def graph(tmp_path_factory):
+    """A layer lowered for ``NAMED``. ``graph.cross`` has its library for aarch64, which this machine's own compiler
+    makes where there is no cross compiler."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: nothing is substituted")
     rows = {0: Dim("rows", min=17, max=128)}
-    with sums.made_for_named(NAMED):
+    compiler = {} if shutil.which(CROSS[0]) else {f"CXX_{OTHER}": "g++"}
+    with (
+        sums.made_for_named(NAMED),
+        environment(compiler),
+        compiled_for([OTHER], tmp_path_factory.mktemp("host")) as cross,
+    ):
         _, graph = lowered(
             Layer(), (activations(ROWS, WIDTH), torch.arange(ROWS)), rows=ROWS, arch=NAMED, library=True,
             dynamic_shapes=(rows, rows),
         )  # fmt: skip
+    graph.cross = cross
+    return graph
+
+
+@pytest.fixture(scope="module")
+def made(graph):
+    """The recorded launches of the layer, its library, and the C++ that launches its kernels."""
     return graph.launches, read_library(graph.library), graph.wrappers
+
+
+@pytest.fixture(scope="module")
+def on_other(graph):
+    """The bytes of the layer's library for the other host."""
+    (file,) = graph.cross.folder.glob(f"*.{OTHER}")
+    assert file.stem == hashlib.sha256(graph.library).hexdigest()
+    return file.read_bytes()
 
 
 def test_each_gpu_has_machine_code_and_later_ones_ptx(made):
@@ -169,3 +202,55 @@ def test_even_shares_fill_the_gpu_with_which_all_lose_the_least():
     with sums.made_for_named("sm_80,sm_90"):
         assert sums.even_programs(3, "5 x 7") == 3 * 108
     assert sums.GIVEN_UP == {"even shares of 5 x 7": {"sm_90": 0.2222}}
+
+
+def test_a_library_for_another_host_has_the_same_kernels(made, on_other):
+    library, other = made[1], read_library(on_other)
+    assert other.kernels == library.kernels and other.needs == library.needs
+    assert other.machine == (OTHER if shutil.which(CROSS[0]) else platform.machine())
+
+
+def test_a_program_for_another_host_differs_in_its_library_alone(graph, on_other, tmp_path):
+    program = graph.edge.to_executorch()
+    file = tmp_path / "model.pte"
+    file.write_bytes(bytes(graph.cross.program(program, OTHER)))
+    found = read_pte(file)
+    ((other,),) = weight_tables(found).values()
+    assert found.named(other.library_key) == on_other
+    assert other.library_key == f"{hashlib.sha256(on_other).hexdigest()}_so_blob"
+    file.write_bytes(program.buffer)
+    ((own,),) = weight_tables(read_pte(file)).values()
+    assert other.weights == own.weights and other.library_key != own.library_key
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads code for x86_64")
+def test_a_library_runs_on_every_processor_of_its_kind(graph, tmp_path):
+    """Code for this machine's own processor would have registers that others lack."""
+    file = tmp_path / "library.so"
+    file.write_bytes(graph.library)
+    code = subprocess.run(["objdump", "-d", file], capture_output=True, text=True, check=True).stdout
+    assert "%xmm0" in code and not re.search(r"%[yz]mm|\tv[a-z]+[a-z0-9]* .*%xmm|%k[0-7]", code)
+
+
+@pytest.mark.skipif(not all(map(shutil.which, CROSS[:2])), reason="needs g++-aarch64-linux-gnu and qemu-user")
+def test_the_other_hosts_library_loads_in_an_emulator_and_says_the_same(graph, on_other, tmp_path):
+    compiler, *emulator = CROSS
+    kernels = sorted(read_library(on_other).kernels)
+    said = []
+    for name, compile_with, run, library in (
+        ("own", "g++", [], graph.library),
+        ("other", compiler, emulator, on_other),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "library.so").write_bytes(library)
+        command = [compile_with, "-std=c++20", "-O1"]
+        driver = [*command, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1"]
+        subprocess.run([*driver, SOURCES / "driver.cpp"], check=True)
+        subprocess.run([*command, "-rdynamic", "-o", folder / "loads", SOURCES / "loads_library.cpp"], check=True)
+        device = BY_ARCH["sm_87"]
+        given = [folder / "libcuda.so.1", folder / "library.so", str(device.arch), str(device.shared_memory_per_block)]
+        printed = subprocess.run([*run, folder / "loads", *given, *kernels], capture_output=True, text=True)
+        assert printed.returncode == 0, printed.stderr
+        said.append(printed.stdout.splitlines())
+    assert said[0] == said[1] and said[0][-len(kernels) :] == kernels and "NumInputs 2" in said[0]
