@@ -95,7 +95,8 @@ def test_the_code_that_the_wheel_lacks_is_made_once_in_a_cache_folder(tmp_path, 
         pytest.skip("this wheel has the code")
     installed = sorted(generated._installed().iterdir())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delitem(sys.modules, generated.PACKAGE, raising=False)
+    monkeypatch.setitem(sys.modules, generated.PACKAGE, None)  # afterwards it is as it was before
+    del sys.modules[generated.PACKAGE]
     generated.use_generated()
     (folder,) = map(Path, sys.modules[generated.PACKAGE].__path__)
     assert folder.parent == tmp_path / "eagle3-export" and list(folder.parent.iterdir()) == [folder]
@@ -103,6 +104,6 @@ def test_the_code_that_the_wheel_lacks_is_made_once_in_a_cache_folder(tmp_path, 
     assert spec.origin == str(folder / generated.SCHEMA)
     assert sorted(generated._installed().iterdir()) == installed
     made = (folder / generated.SCHEMA).stat().st_mtime_ns
-    monkeypatch.delitem(sys.modules, generated.PACKAGE)
+    del sys.modules[generated.PACKAGE]
     generated.use_generated()
     assert (folder / generated.SCHEMA).stat().st_mtime_ns == made
