@@ -229,6 +229,13 @@ HEADINGS = {
     "bfloat16.",
 )
 @click.option(
+    "--allow-fallback",
+    is_flag=True,
+    default=None,
+    help="Leave operations that MLX does not compute to ExecuTorch's own kernels, between delegates. Only a Mac can "
+    "check such an artifact.",
+)
+@click.option(
     "--int4-layout",
     type=click.Choice(INT4_LAYOUTS),
     help="How INT4 weights are stored on cuda, and so which kernels read them: records take fewer instructions a "

@@ -37,6 +37,7 @@ from eagle3.export.speculator.tensor_files import in_files, return_freed_memory
 from eagle3.runner.contract import (
     FORWARD,
     LACKING,
+    OUTSIDE,
     PREFILL,
     READ_STATE,
     WRITE_STATE,
@@ -99,12 +100,15 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
             files, built = backend.lower(programs, metadata.constant_methods(), plan)
         for arch, lack in built.get(LACKING, {}).items():
             progress.say(f"the artifact does not run on {arch}, which has too little for a block: {lack}")
+        for name, left in built.get(OUTSIDE, {}).items():
+            progress.say(f"ExecuTorch's own kernels compute in {name}: {', '.join(left)}")
         with progress.stage("write"):
             digests = write_files(files, folder)
             copy_tokenizer(plan.checkpoint, folder)
             for line in write_tokenizer(plan.checkpoint, folder):
                 progress.say(line)
-        checked = check(folder, plan, speculator, progress, fit["verdict"] if fit else None)
+        verdict = fit["verdict"] if fit else None
+        checked = check(folder, plan, speculator, progress, verdict, mixed=OUTSIDE in built)
         record = {
             "flags": plan.config.as_json(),
             "manifest": manifest,
@@ -118,17 +122,26 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
 
 
 def check(
-    folder: Path, plan: Plan, speculator: Eagle3Speculator, progress: Progress, verdict: str | None
+    folder: Path,
+    plan: Plan,
+    speculator: Eagle3Speculator,
+    progress: Progress,
+    verdict: str | None,
+    mixed: bool = False,
 ) -> dict[str, Any] | None:
     """Check the finished artifact if its backend runs here. ``verdict`` is that of the head's measurement, if there was
-    one. Returns the entry of ``export.json``; None if it was not checked."""
+    one. ``mixed``: ExecuTorch's own kernels compute between delegates. Returns the entry of ``export.json``; None if it
+    was not checked."""
     if not plan.config.check:
         return None
     backend = load_backend(plan.config.backend)
     extra = BACKENDS[plan.config.backend].check_extra
     advice = f"; pip install 'eagle3-export[{extra}]' lets any machine check them" if extra else ""
     cannot = f"this machine cannot run {plan.config.backend} artifacts{advice}"
-    reason = why_not(folder) if backend.runs_here() else cannot
+    if mixed and backend.stand_in() is not None:
+        reason = "only the artifact's own runtime computes operations between delegates"
+    else:
+        reason = why_not(folder) if backend.runs_here() else cannot
     if reason:
         progress.say(f"not checked: {reason}")
         return None

@@ -114,7 +114,7 @@ BACKENDS: dict[str, BackendEntry] = {
         "Apple silicon in bfloat16 or with weights of 4 or 8 bits (MLX), exported on Linux or on a Mac",
         "eagle3.export.lowering.mlx.backend",
         dtype="bfloat16",
-        flags=frozenset({"qembedding", "group_size"}),
+        flags=frozenset({"qembedding", "group_size", "allow_fallback"}),
         recipes=MLX_RECIPES,
         grouped=MLX_RECIPES[1:],
         kept_group=32,

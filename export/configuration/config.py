@@ -51,6 +51,7 @@ class ExportConfig:
     qembedding: str | None = None
     group_size: int | None = None
     kv_cache: str | None = None
+    allow_fallback: bool | None = None
     int4_layout: str | None = None
     weight_table: str | None = None
     aux_layers: tuple[int, ...] | None = None

@@ -94,6 +94,8 @@ WORKSPACE = "workspace_bytes"
 its longest call."""
 LACKING = "lacking"
 """Key in the record of a CUDA artifact: later architectures that cannot run a block of its kernels, and why."""
+OUTSIDE = "outside_delegates"
+"""Key in the record of an artifact for MLX: the operations that ExecuTorch's own kernels compute, by method."""
 FORMAT_VERSION, PARALLEL_VERSION, LOGITS_VERSION, SPECULATE_VERSION, NO_DRAFT_CACHE_VERSION = 1, 2, 3, 4, 5
 NO_DRAFT_VERSION, ROLLBACK_VERSION, STATE_VERSION = 6, 7, 8
 NEWEST_VERSION = STATE_VERSION

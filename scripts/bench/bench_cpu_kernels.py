@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
 from eagle3.export.lowering.xnnpack.full_attention import FullAttention
 from eagle3.export.lowering.xnnpack.llm_ops_attention import heads_as_rows, heads_together, repeated_rows, rows_as_heads
+from eagle3.export.lowering.xnnpack.lowering import lower
 from eagle3.export.lowering.xnnpack.quantization import Recipe, quantize
 from eagle3.export.lowering.xnnpack.split_k import split_wide_linears
 from eagle3.runner.hosts.executorch_host import load_runtime
@@ -87,7 +87,7 @@ def product(name: str) -> Calls:
 
 def lowered(program: torch.export.ExportedProgram) -> Callable[[list[torch.Tensor]], object]:
     """Return a function that executes the lowered program."""
-    made, _ = backend.lower({"forward": program}, {}, None)
+    made = lower({"forward": program}, {})
     buffer = made.buffer
     with calm_stderr():
         method = load_runtime().load_program(buffer).load_method("forward")

@@ -26,6 +26,7 @@ from eagle3.export.lowering.mlx.recipe import Recipe, recipes
 from eagle3.export.patching.tested_versions import FOR_CPU, TESTED, check_versions
 from eagle3.export.planning.plan import Plan
 from eagle3.runner.artifact.opening import Artifact
+from eagle3.runner.contract import OUTSIDE
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -120,11 +121,13 @@ class MlxBackend(OnThisMachine):
         """Return None: methods share no caches, so that none can read the state of another."""
 
     def lower(
-        self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], _plan: Plan
+        self, programs: "Mapping[str, ExportedProgram]", constant_methods: Mapping[str, Any], plan: Plan
     ) -> "tuple[dict[str, Writable], dict[str, Any]]":
         from eagle3.export.lowering.mlx.lowering import lower
 
-        return files_of(lower(programs, constant_methods)), {}
+        outside: dict[str, list[str]] | None = {} if plan.config.allow_fallback else None
+        files = files_of(lower(programs, constant_methods, outside))
+        return files, {OUTSIDE: outside} if outside else {}
 
 
 BACKEND: Backend = MlxBackend()

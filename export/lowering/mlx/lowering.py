@@ -1,10 +1,11 @@
 """Lowers traced methods to a program in which each method is one delegate for MLX."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from executorch.exir import EdgeCompileConfig, EdgeProgramManager, ExecutorchProgramManager, to_edge_transform_and_lower
+from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from torch import Tensor
 from torch.export import ExportedProgram
 
@@ -19,8 +20,19 @@ CONSTANT = "executorch.backends.mlx.builder.program_builder.MLXProgramBuilder.ma
 DELEGATE = "executorch_call_delegate"
 
 
-def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any]) -> ExecutorchProgramManager:
-    """Lower all methods to one program. Raises ValueError for operations that MLX does not compute."""
+def lower(
+    programs: Mapping[str, ExportedProgram],
+    constant_methods: Mapping[str, Any],
+    outside: MutableMapping[str, list[str]] | None = None,
+) -> ExecutorchProgramManager:
+    """Lower all methods to one program.
+
+    Args:
+        outside: takes the operations that MLX does not compute, by method; they are left to ExecuTorch's kernels
+
+    Raises:
+        ValueError: there are such operations, and no ``outside``
+    """
     use_generated()
     from executorch.backends.mlx import MLXPartitioner
 
@@ -35,7 +47,10 @@ def lower(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str
             constant_methods=dict(constant_methods),
         )
         for name in programs:
-            check_one_delegate(lowered, name)
+            if outside is None:
+                check_one_delegate(lowered, name)
+            elif found := set(operations(lowered, name)) - {DELEGATE}:
+                outside[name] = sorted(found)
         return lowered.to_executorch()
 
 
@@ -52,12 +67,19 @@ def _with_dtype(make: Callable[[Any, str, Tensor], Any]) -> Callable[[Any, str, 
 
 def check_one_delegate(lowered: EdgeProgramManager, name: str) -> None:
     """Raise ValueError unless the method ``name`` is one delegate and nothing else."""
-    calls = [node for node in lowered.exported_program(name).graph.nodes if node.op == "call_function"]
-    found = Counter(str(node.target) for node in calls if "getitem" not in str(node.target))
+    found = operations(lowered, name)
     outside = sorted(set(found) - {DELEGATE})
     if outside or found[DELEGATE] != 1:
         rest = f", and these operations outside of them: {', '.join(outside)}" if outside else ""
         raise ValueError(
             f"{name} has {found[DELEGATE]} delegates for MLX{rest}; it must be one, since delegates share no caches: "
-            "this target or head cannot be exported for --backend mlx yet"
+            "this target or head cannot be exported for --backend mlx yet; type --allow-fallback to leave these to "
+            "ExecuTorch's own kernels, which this machine cannot check"
         )
+
+
+def operations(lowered: EdgeProgramManager, name: str) -> Counter[str]:
+    """Count the operations of a method by name, such as "aten::cumsum". A delegate is one."""
+    calls = (node.target for node in lowered.exported_program(name).graph.nodes if node.op == "call_function")
+    names = (call.name() if isinstance(call, EdgeOpOverload) else str(call) for call in calls)
+    return Counter(name for name in names if "getitem" not in name)

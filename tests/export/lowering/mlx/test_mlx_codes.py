@@ -18,6 +18,7 @@ from eagle3.export.checkpoints import open_source  # noqa: E402
 from eagle3.export.checkpoints.gguf_file import GROUPS  # noqa: E402
 from eagle3.export.lowering.mlx.backend import BACKEND  # noqa: E402
 from eagle3.export.lowering.mlx.exact import InFloat32  # noqa: E402
+from eagle3.export.lowering.mlx.lowering import lower  # noqa: E402
 from eagle3.export.lowering.mlx.program import methods  # noqa: E402
 from eagle3.export.lowering.mlx.quantization import GroupedWeight, grouped  # noqa: E402
 from eagle3.export.pipeline import load_speculator  # noqa: E402
@@ -72,7 +73,7 @@ def test_kept_weights_have_the_values_of_their_tools_and_are_one_quantized_matmu
     assert wide == set(read) - {"bfloat16"}
     model, given = Matrices(kept), (torch.randn(1, 5, WIDTH).bfloat16(), torch.tensor([[3, 0, 7]]))
     program = torch.export.export(model, given, strict=False)
-    lowered, _ = BACKEND.lower({"all": program}, {}, None)
+    lowered = lower({"all": program}, {})
     (tmp_path / "model.pte").write_bytes(lowered.buffer)
     method = methods(tmp_path / "model.pte")["all"]
     chain = method.graph["instruction_chains"][method.graph["main_chain_idx"]]["instructions"]

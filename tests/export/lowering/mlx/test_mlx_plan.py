@@ -14,7 +14,8 @@ from eagle3.export import ExportConfig, prepare
 from eagle3.export.configuration.flags import check_flags
 from eagle3.export.lowering.mlx import generated
 from eagle3.export.lowering.mlx.forms import gathered, scattered
-from eagle3.export.pipeline import make_metadata
+from eagle3.export.output.progress import Progress
+from eagle3.export.pipeline import check, make_metadata
 from eagle3.export.planning.plan import make_plan
 from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_ROWS, TARGET_VERIFY, Metadata
 from eagle3.runner.hosts.session import EagerSession, MethodsSession
@@ -80,6 +81,11 @@ def test_a_head_that_reads_the_targets_caches_and_groups_that_do_not_fit_are_ref
     assert line.startswith("the head is a Gemma 4 assistant, which attends to the target's caches")
     line = refusal(prepare, replace(dry, qlinear="4w", group_size=96))
     assert "--backend mlx takes groups of 32, 64, 128" in line and "type --group-size 32 or 64" in line
+
+
+def test_an_artifact_with_operations_between_delegates_is_not_checked_without_its_runtime(tmp_path, capsys):
+    assert check(tmp_path, make_plan(GIVEN), None, Progress(), None, mixed=True) is None
+    assert "not checked: only the artifact's own runtime" in capsys.readouterr().err
 
 
 def test_a_chosen_column_is_read_and_written_as_gather_and_scatter_do():

@@ -75,6 +75,20 @@ def test_rounds_give_the_eager_modules_tokens_up_to_the_last_slot(exported, load
             assert found.stats.counts() == wanted.stats.counts()
 
 
+def test_an_operation_that_mlx_lacks_is_refused_or_left_to_executorch(tmp_path):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return torch.relu(torch.cdist(torch.relu(x), x))
+
+    program, outside = torch.export.export(Module(), (torch.randn(4, 4),)), {}
+    with pytest.raises(ValueError, match="all has 2 delegates .* aten::_cdist_forward;.* --allow-fallback"):
+        lower({"all": program}, {})
+    (tmp_path / "model.pte").write_bytes(lower({"all": program}, {}, outside).buffer)
+    assert outside == {"all": ["aten::_cdist_forward"]}
+    with pytest.raises(ValueError, match="is not one delegate"):
+        methods(tmp_path / "model.pte")
+
+
 def test_scalars_of_one_value_and_two_dtypes_are_two_constants(tmp_path):
     """ExecuTorch alone gives an index the bfloat16 0 of the relu, and MLX refuses indices that are floats."""
 

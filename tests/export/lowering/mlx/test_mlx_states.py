@@ -13,6 +13,7 @@ from eagle3.export import ExportConfig  # noqa: E402
 from eagle3.export.lowering.backend import load_backend  # noqa: E402
 from eagle3.export.lowering.mlx.exact import compare  # noqa: E402
 from eagle3.export.lowering.mlx.program import methods  # noqa: E402
+from eagle3.export.output.contents import write_files  # noqa: E402
 from eagle3.export.pipeline import load_speculator, make_metadata, trace  # noqa: E402
 from eagle3.export.planning.plan import make_plan  # noqa: E402
 from eagle3.export.twin.randomize import randomize  # noqa: E402
@@ -47,8 +48,8 @@ def test_rows_of_a_layer_with_a_state_roll_back_as_those_of_the_eager_module(fam
     with backend.tracing(speculator, plan):
         program = trace(speculator, method, 0, backend.dtype)
     metadata = make_metadata(plan, {})
-    lowered, _ = backend.lower({TARGET_ROWS: program}, metadata.constant_methods(), plan)
-    (tmp_path / "model.pte").write_bytes(lowered.buffer)
+    files, _ = backend.lower({TARGET_ROWS: program}, metadata.constant_methods(), plan)
+    write_files(files, tmp_path)
     loaded = methods(tmp_path / "model.pte")
     assert compare(loaded, speculator, metadata) < 1e-4
     graph = loaded[TARGET_ROWS].graph

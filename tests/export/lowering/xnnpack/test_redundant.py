@@ -9,9 +9,8 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 from xnnpack_graph import node_counts
 
-from eagle3.export.lowering.xnnpack.backend import BACKEND as backend
 from eagle3.export.lowering.xnnpack.forms import rows_before_heads
-from eagle3.export.lowering.xnnpack.lowering import remove_no_ops
+from eagle3.export.lowering.xnnpack.lowering import lower, remove_no_ops
 from eagle3.export.lowering.xnnpack.quantization import Recipe, quantize
 from eagle3.runner.artifact.pte import read_pte
 from eagle3.runner.contract import DRAFT_DECODE, METHODS, MODEL_FILE
@@ -38,7 +37,7 @@ def test_an_input_is_quantized_once_for_all_of_its_linears(tmp_path):
     model, x = Shared().requires_grad_(False), torch.randn(1, 3, 64)
     quantize(model, Recipe("8da8w", "8w", 0), spare=set())
     program = torch.export.export(model, (x,), strict=False)
-    lowered, _ = backend.lower({"forward": program}, {}, None)
+    lowered = lower({"forward": program}, {})
     file = tmp_path / "model.pte"
     file.write_bytes(lowered.buffer)
     nodes = nodes_of(read_pte(file), "forward")
