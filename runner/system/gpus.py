@@ -135,11 +135,13 @@ def launches_on(launches: Mapping[str, Sequence[Mapping[str, Any]]], arch: int) 
 def launch_on(entry: Mapping[str, Any], arch: int) -> dict[str, Any]:
     """Return a launch as a GPU of this compute capability (90 for 9.0) makes it. Each of its ``cards`` holds from a
     compute capability on, and has threads, shared memory and constants that differ by GPU; ``parts``, unless 0, is the
-    last axis of the grid."""
+    last axis of the grid; the first ``whole`` tiles of the second are not divided."""
     of_card: dict[str, Any] = next((card for card in reversed(entry.get("cards", ())) if card["first"] <= arch), {})
     own = {name: of_card[name] for name in ("threads", "shared_bytes") if of_card}
     if of_card.get("parts"):
-        own["grid"] = [*entry["grid"][:2], of_card["parts"]]
+        rows, tiles, _ = entry["grid"]
+        whole, parts = of_card.get("whole", 0), of_card["parts"]
+        own["grid"] = [rows, whole + (tiles - whole) * parts, 1] if whole else [rows, tiles, parts]
     return {**entry, **own, "constants": {**entry.get("constants", {}), **of_card.get("constants", {})}}
 
 

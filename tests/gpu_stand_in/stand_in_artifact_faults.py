@@ -164,8 +164,9 @@ def with_libraries(change: Callable[[bytes, Cards], bytes], call: Fault) -> Faul
 
 def table(cards: list[dict[str, Any]]) -> bytes:
     """Return a kernel's launches by GPU as they are in a library (``card_launches``)."""
-    fields = ((card["first"], card["threads"] // 32, card["shared_bytes"], card["parts"]) for card in cards)
-    return b"".join(struct.pack("<iIII", *each) for each in fields)
+    taken = ("shared_bytes", "parts", "whole")
+    fields = ((card["first"], card["threads"] // 32, *(card[name] for name in taken)) for card in cards)
+    return b"".join(struct.pack("<iIIII", *each) for each in fields)
 
 
 def of_another_card(field: str, pick: Callable[..., int]) -> Callable[[bytes, Cards], bytes]:

@@ -22,7 +22,7 @@ CARDS = "cards"
 HELPERS = """
             #include <atomic>
 
-            struct CardLaunch { int first; uint32_t warps, shared, parts; };
+            struct CardLaunch { int first; uint32_t warps, shared, parts, whole; };
 
             template <size_t N>
             static inline const CardLaunch& launchOn(const CardLaunch (&cards)[N], int32_t device) {
@@ -53,8 +53,8 @@ HELPERS = """
 
 class Image(NamedTuple):
     """An image of a kernel: its form ("sass" or "ptx"), its architecture, such as "sm_90a", its launch (warps, bytes
-    of dynamic shared memory), the constants of its configuration, (name, value), and the last axis of its grid; 0: that
-    of the launch."""
+    of dynamic shared memory), the constants of its configuration, (name, value), and its programs along K of a tile, 0:
+    those of the launch. The first ``whole`` tiles have one program each."""
 
     form: str
     arch: str
@@ -62,6 +62,7 @@ class Image(NamedTuple):
     shared: int
     constants: tuple[tuple[str, int], ...] = ()
     parts: int = 0
+    whole: int = 0
 
 
 class CardLaunch(NamedTuple):
@@ -72,11 +73,13 @@ class CardLaunch(NamedTuple):
     shared: int
     constants: tuple[tuple[str, int], ...] = ()
     parts: int = 0
+    whole: int = 0
 
     def record(self) -> dict[str, Any]:
         """Return the entry of ``export.json``, which ``gpus.launch_on`` reads."""
         taken = {"threads": 32 * self.warps, "shared_bytes": self.shared}
-        return {"first": self.first, **taken, "constants": dict(self.constants), "parts": self.parts}
+        divided = {"parts": self.parts, "whole": self.whole}
+        return {"first": self.first, **taken, "constants": dict(self.constants), **divided}
 
 
 def taken(images: Sequence[Image], capability: int) -> Image | None:
@@ -111,10 +114,12 @@ def launches_of_images() -> Iterator[None]:
         self: DeferredTritonCallWrapper, prefix: IndentedBuffer, kernel: str, params: Mapping[str, Any]
     ) -> None:
         if CARDS in params:
-            cards = ", ".join(f"{{{each.first}, {each.warps}, {each.shared}, {each.parts}}}" for each in params[CARDS])
+            rows = ((each.first, each.warps, each.shared, each.parts, each.whole) for each in params[CARDS])
+            cards = ", ".join(f"{{{', '.join(map(str, row))}}}" for row in rows)
             prefix.writeline(f"static constexpr CardLaunch cards_[] = {{{cards}}};")
             prefix.writeline("const auto& card_ = launchOn(cards_, device_idx_);")
-            prefix.writeline("if (card_.parts) grid_2 = card_.parts;")
+            prefix.writeline("if (card_.parts) grid_2 = card_.whole ? 1 : card_.parts;")
+            prefix.writeline("if (card_.whole) grid_1 = card_.whole + (grid_1 - card_.whole) * card_.parts;")
         load(self, prefix, kernel, _of_card(params))
 
     def launch_own(

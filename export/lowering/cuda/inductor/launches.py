@@ -163,7 +163,7 @@ def _launch(kernel: str, arguments: list[Any], source: str, rows: int) -> tuple[
             shape = [_counted(size, rows) for size in buffer.get_size()]
             buffers[name] = _bytes(shape, buffer.get_dtype(), elements)
     cards = known.get(CARDS, ())
-    warps, shared, own, parts = cards[0][1:] if cards else (known["num_warps"], known["shared_mem"], (), 0)
+    warps, shared, own, parts, _ = cards[0][1:] if cards else (known["num_warps"], known["shared_mem"], (), 0, 0)
     launch = Launch(
         kernel,
         (int(x), int(y), parts or int(z)),

@@ -60,15 +60,15 @@ class Division(NamedTuple):
 
 
 class MadeFor(NamedTuple):
-    """The GPUs that matmuls are divided for: their numbers of multiprocessors, by architecture. ``whole_tiles`` allows
-    whole tiles next to divided ones. ``wgmma``: one of the GPUs has these instructions."""
+    """The GPUs that matmuls are divided for: their numbers of multiprocessors, by architecture. ``whole_tiles`` names
+    those that may have whole tiles next to divided ones. ``wgmma``: one of the GPUs has these instructions."""
 
     counts: dict[str, int]
-    whole_tiles: bool
+    whole_tiles: tuple[str, ...]
     wgmma: bool
 
 
-_MADE_FOR = [MadeFor({"": 132}, True, True)]  # an H100 or an H200, until ``made_for`` adds another GPU
+_MADE_FOR = [MadeFor({"": 132}, ("",), True)]  # an H100 or an H200, until ``made_for`` adds another GPU
 MOST_PARTS, STARTING, TOGETHER = 8, 2, 2
 """``MOST_PARTS`` is the largest number of programs of a tile. ``STARTING`` blocks of K cost as much as a wave of
 programs. ``TOGETHER`` programs run on a multiprocessor at a time. On an H200 an INT4 matmul
@@ -85,20 +85,24 @@ WGMMA_ON = ("sm_90",)
 
 
 @contextmanager
-def made_for(count: int | dict[str, int], whole_tiles: bool, wgmma: bool = False) -> Iterator[None]:
-    """Divide matmuls for GPUs with these numbers of multiprocessors; see ``MadeFor``."""
-    _MADE_FOR.append(MadeFor({"": count} if isinstance(count, int) else count, whole_tiles, wgmma))
+def _divided_for(gpus: MadeFor) -> Iterator[None]:
+    _MADE_FOR.append(gpus)
     try:
         yield
     finally:
         _MADE_FOR.pop()
 
 
+def made_for(count: int, whole_tiles: bool, wgmma: bool = False) -> AbstractContextManager[None]:
+    """Divide matmuls for a GPU with this number of multiprocessors; see ``MadeFor``."""
+    return _divided_for(MadeFor({"": count}, ("",) if whole_tiles else (), wgmma))
+
+
 def made_for_named(arch: str) -> AbstractContextManager[None]:
     """Divide matmuls for the GPUs that code for ``arch`` is compiled for, which may be a list."""
     archs = archs_of(arch)
     counts = {arch: BY_ARCH[arch].multiprocessors for arch in archs}
-    return made_for(counts, all(arch in WHOLE_TILES_ON for arch in archs), any(arch in WGMMA_ON for arch in archs))
+    return _divided_for(MadeFor(counts, WHOLE_TILES_ON, any(arch in WGMMA_ON for arch in archs)))
 
 
 def made_for_here() -> AbstractContextManager[None]:
@@ -135,17 +139,19 @@ def division(n: int, blocks: int, block_n: int, whole: bool = True) -> Division:
 
     It minimizes the time if ``TOGETHER`` programs run on a multiprocessor, all programs that fit start together, and a
     wave of them costs as much as ``STARTING`` blocks. K is divided only if that gains more than ``GAIN``. Of several
-    GPUs each has parts of its own (``parts_on``); their most are returned, for which there is memory.
+    GPUs each has a division of its own (``own_division``); the result has the most parts of any, for which there is
+    memory, and no whole tiles.
     """
-    made_for = _MADE_FOR[-1]
+    counts, whole_on, _ = _MADE_FOR[-1]
     own = {
-        arch: best_division(triton.cdiv(n, block_n), blocks, TOGETHER * count, whole and made_for.whole_tiles)
-        for arch, count in made_for.counts.items()
+        arch: best_division(triton.cdiv(n, block_n), blocks, TOGETHER * count, whole and arch in whole_on)
+        for arch, count in counts.items()
     }
-    if len(own) == 1 or made_for.whole_tiles:
+    if len(own) == 1:
         return next(iter(own.values()))
-    _PARTS[n, blocks] = {arch: found.parts for arch, found in own.items()}
-    return Division(0, max(_PARTS[n, blocks].values()))
+    most = max(found.parts for found in own.values())
+    _OWN[OwnDivisions(n, blocks, block_n, whole, most)] = own
+    return Division(0, most)
 
 
 def best_division(tiles: int, blocks: int, at_a_time: int, whole_tiles: bool) -> Division:
@@ -162,21 +168,41 @@ def best_division(tiles: int, blocks: int, at_a_time: int, whole_tiles: bool) ->
     return min((Division(whole, parts) for whole in wholes for parts in counts), key=cost)
 
 
-_PARTS: dict[tuple[int, int], dict[str, int]] = {}
-"""The parts of a tile on each of several GPUs, by the outputs and the blocks of K of the matmul."""
+class OwnDivisions(NamedTuple):
+    """A matmul that each of several GPUs divides in its own way: its outputs, its blocks of K, the outputs of a tile,
+    whether a tile may be whole, and the most parts of a tile."""
+
+    n: int
+    blocks: int
+    block_n: int
+    whole: bool
+    most: int
 
 
-def parts_on(arch: str, constants: Mapping[str, Any]) -> int | None:
-    """Return the parts of a tile on one of several GPUs, of the kernel with these constants; None if they are no other
-    than the constant says. A kernel writes and adds no more sums than its constant SPLITS and its grid say."""
-    if not constants.get("SPLITS") or constants.get("WHOLE") or "BLOCK_K" not in constants:
+_OWN: dict[OwnDivisions, dict[str, Division]] = {}
+"""The divisions of a matmul by GPU."""
+
+
+def own_division(arch: str, constants: Mapping[str, Any]) -> Division | None:
+    """Return how one of several GPUs divides a matmul, by the constants of its kernel: programs as ``Division`` says,
+    in the kernel's tiles. None if it is as the constants say."""
+    if not constants.get("SPLITS") or constants.get("WHOLE") != 0 or "BLOCK_K" not in constants:
         return None
-    n = constants.get("N") or sum(constants.get(name, 0) for name in ("N0", "N1", "N2"))
+    widths = [constants["N"]] if constants.get("N") else [constants.get(name, 0) for name in ("N0", "N1", "N2")]
     blocks = triton.cdiv(constants["K"], constants["BLOCK_K"])
-    for (outputs, of_k), parts in _PARTS.items():
-        if of_k == blocks and n <= outputs < n + 128 and max(parts.values()) == constants["SPLITS"]:
-            return parts.get(arch)
+    may_be_whole = "N" in constants or takes_whole_tiles(*widths)
+    for matmul, own in _OWN.items():
+        same = matmul[1:] == (blocks, matmul.block_n, may_be_whole, constants["SPLITS"])
+        if same and sum(widths) <= matmul.n < sum(widths) + 128 and arch in own:
+            whole, parts = own[arch]
+            return Division(whole * max(1, matmul.block_n // constants["BLOCK_N"]), parts)
     return None
+
+
+def takes_whole_tiles(n0: int, n1: int, n2: int) -> bool:
+    """Return True if a program of a whole tile of up to three INT4 weights of these outputs fits in 128 registers a
+    thread."""
+    return not n2 and n0 % 128 == n1 % 128 == 0
 
 
 GIVEN_UP: dict[str, dict[str, float]] = {}

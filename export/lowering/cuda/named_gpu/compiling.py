@@ -41,7 +41,7 @@ from eagle3.export.lowering.cuda.inductor.card_launches import (
     launches_of_images,
 )
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
-from eagle3.export.lowering.cuda.kernels.sums import parts_on
+from eagle3.export.lowering.cuda.kernels.sums import Division, own_division
 from eagle3.export.lowering.cuda.named_gpu.configurations import best, only
 from eagle3.export.lowering.cuda.named_gpu.fatbins import (
     PLAIN_CODE,
@@ -67,8 +67,9 @@ from eagle3.runner.system.gpus import REGISTERS, Gpu
 TRITON, INDUCTOR = "triton.backends.nvidia.compiler.", "torch._inductor."
 HEURISTICS = f"{INDUCTOR}runtime.triton_heuristics."
 
-SPLITS = "SPLITS"
-"""The constant of a matmul's kernel: the programs that K of a tile is divided among, the last axis of its grid."""
+SPLITS, WHOLE = "SPLITS", "WHOLE"
+"""The constants of a matmul's kernel: the programs that K of a tile is divided among, and the first tiles, which are
+not divided."""
 LAST_PLAIN = 89  # the last architecture whose matrix instructions every later one has
 
 
@@ -100,7 +101,7 @@ class NamedDriver:
 
 def grids_of(inductor_meta: dict[str, Any], config: Config) -> list[dict[str, Any]]:
     """Return the entries of a kernel's metadata with the grid of a configuration's tile."""
-    tile = {name: value for name, value in config.kwargs.items() if name != SPLITS}.items()
+    tile = {name: value for name, value in config.kwargs.items() if name not in (SPLITS, WHOLE)}.items()
     return [grid for grid in inductor_meta.get("precomputed_grids", ()) if tile <= grid["config"].items()]
 
 
@@ -133,8 +134,8 @@ class OneConfiguration(CachingAutotunerPlugin):
     def __init__(self, gpus: Sequence[Gpu], second: SecondImages, fatbins: Fatbins):
         self.gpus, self.second, self.fatbins = gpus, second, fatbins
         self.cards: tuple[CardLaunch, ...] = ()
-        self.parts: dict[Gpu, int | None] = {}
-        """The parts of K of a matmul on each GPU of a list; None: as its constant says."""
+        self.divisions: dict[Gpu, Division | None] = {}
+        """The division of K of a matmul on each GPU of a list; None: as its constants say."""
         self.compiled: dict[str, CompileResult | str] = {}
         """The kernel for the first GPU by configuration, or why it has none."""
 
@@ -160,14 +161,14 @@ class OneConfiguration(CachingAutotunerPlugin):
         rows = plain_rows(autotuner) if second else 0
         given = plain_configs(autotuner) if rows else autotuner.configs
         constants = autotuner.triton_meta["constants"]
-        self.parts = {gpu: parts_on(f"sm_{gpu.arch}", constants) for gpu in self.gpus if len(self.gpus) > 1}
-        gpu, *others = with_own_images(self.gpus, self.parts)
+        self.divisions = {gpu: own_division(f"sm_{gpu.arch}", constants) for gpu in self.gpus if len(self.gpus) > 1}
+        gpu, *others = with_own_images(self.gpus, self.divisions)
         if others and (
             autotuner.heuristic_type != HeuristicType.USER_AUTOTUNE
             or len({str(grid_of(autotuner.inductor_meta, config)) for config in given}) > 1
         ):
             gpu = common_gpu(self.gpus)  # all take one configuration, or one grid
-            self.parts = {}
+            self.divisions = {}
         elif rows and not others:
             gpu = plain_gpu(gpu)
         first = self._best(autotuner, given, gpu)
@@ -200,12 +201,12 @@ class OneConfiguration(CachingAutotunerPlugin):
         named |= set(second[1].kwargs) if second else set()
         constants = autotuner.triton_meta["constants"]
 
-        def launched(warps: int, shared: int, config: Config) -> tuple[int, int, tuple[tuple[str, int], ...], int]:
+        def launched(warps: int, shared: int, config: Config) -> tuple[int, int, tuple[tuple[str, int], ...], int, int]:
             values = {name: config.kwargs.get(name, constants.get(name)) for name in sorted(named)}
             kept = tuple((name, value) for name, value in values.items() if isinstance(value, int))
-            return warps, shared, kept, config.kwargs.get(SPLITS, 0)
+            return warps, shared, kept, config.kwargs.get(SPLITS, 0), config.kwargs.get(WHOLE, 0)
 
-        def of(result: CompileResult) -> tuple[int, int, tuple[tuple[str, int], ...], int]:
+        def of(result: CompileResult) -> tuple[int, int, tuple[tuple[str, int], ...], int, int]:
             return launched(result.kernel.metadata.num_warps, result.kernel.metadata.shared, result.config)
 
         images = [Image(form, f"sm_{self.gpus[0].arch}", *of(first)) for form in ("sass", "ptx")]
@@ -223,8 +224,8 @@ class OneConfiguration(CachingAutotunerPlugin):
     def _best(self, autotuner: CachingAutotuner, given: list[Config], gpu: Gpu) -> CompileResult:
         """Return the kernel compiled for ``gpu`` with the best of the ``given`` configurations."""
         refusals: list[str] = []
-        if (parts := self.parts.get(gpu)) is not None:
-            given = [with_constants(config, {SPLITS: parts}) for config in given]
+        if (own := self.divisions.get(gpu)) is not None:
+            given = [with_constants(config, {SPLITS: own.parts, WHOLE: own.whole}) for config in given]
 
         def compiled(config: Config) -> CompileResult | None:
             result = self._first(autotuner, config)

@@ -22,6 +22,7 @@ from torch._inductor.runtime.triton_heuristics import CompileResult
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
+from eagle3.export.lowering.cuda.kernels.sums import Division
 from eagle3.runner.artifact.cuda_library import runs_on
 from eagle3.runner.system.gpus import Gpu
 
@@ -43,14 +44,14 @@ class Packed(NamedTuple):
     data: "bytes | Future[bytes]"
 
 
-def with_own_images(gpus: Sequence[Gpu], parts: Mapping[Gpu, int | None]) -> list[Gpu]:
-    """Return the GPUs that get an image of their own; each other one runs the image of one before it, which divides K
-    into as many ``parts``."""
+def with_own_images(gpus: Sequence[Gpu], divisions: Mapping[Gpu, Division | None]) -> list[Gpu]:
+    """Return the GPUs that get an image of their own; each other one runs the image of one before it, which divides
+    K in the same way."""
     own: list[Gpu] = []
     for gpu in gpus:
         if not any(
             runs_on("sass", f"sm_{before.arch}", gpu.capability)
-            and parts.get(before) == parts.get(gpu)
+            and divisions.get(before) == divisions.get(gpu)
             and all(getattr(before, limit) == getattr(gpu, limit) for limit in LIMITS)
             for before in own
         ):

@@ -40,7 +40,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.int4 = Int4Linear(16384, WIDTH)
+        self.int4 = Int4Linear(36864, WIDTH)  # 288 tiles: more than an H100 runs at a time
         self.register_buffer("cache", torch.zeros(1, 1, SLOTS, HEAD).bfloat16())
 
     def forward(self, x, last):
@@ -110,13 +110,16 @@ def test_every_gpu_has_a_launch_with_warps_and_shared_memory_that_fit_it(made):
     assert shared["sm_86"] == shared["sm_120"] <= 99 << 10 < shared["sm_90"]
     for entry in launches:
         table = ", ".join(
-            f"{{{card['first']}, {card['threads'] // 32}, {card['shared_bytes']}, {card['parts']}}}"
+            f"{{{card['first']}, {card['threads'] // 32}, {card['shared_bytes']}, {card['parts']}, {card['whole']}}}"
             for card in entry.get("cards", ())
         )
         assert (f"cards_[] = {{{table}}};" in wrappers) == bool(table)
-    # 128 tiles of few rows: an RTX 5090 has room for two programs of each at a time, an A100 for one
-    (few,) = re.findall(r"cards_\[\] = (\{\{80, 8, \d+, 1\}.*\});", wrappers)
-    assert re.search(r"\{90, 8, \d+, 2\}.*\{120, 8, \d+, 2\}$", few[:-1])
+    # 576 tiles of few rows: an H100 runs 528 whole ones, 264 at a time, then four programs of each other one
+    (few,) = re.findall(r"cards_\[\] = (\{\{80, 8, \d+, 1, 0\}.*\});", wrappers)
+    assert re.search(r"\{90, 8, \d+, 4, 528\}, \{100, 8, \d+, 1, 0\}$", few[:-1])
+    (name,) = (name for name in library.kernels if name.startswith("int4_small_m"))
+    registers = {capability: code.registers for capability, code in codes[library.kernels[name]].items()}
+    assert registers[9, 0] <= 128  # for two programs on a multiprocessor
 
 
 def test_a_gpu_that_no_image_serves_is_refused_with_those_that_are_served(made):
@@ -183,14 +186,18 @@ def test_each_gpu_of_a_list_divides_a_matmul_as_if_it_were_alone(outputs, blocks
     with sums.made_for_named(ALL):
         assert sums.multiprocessors() == 170 and sums.has_wgmma()
         whole, most = sums.division(outputs, blocks, 128)
-    constants = {"N": outputs, "K": blocks * 256 - 8, "BLOCK_K": 256, "WHOLE": whole, "SPLITS": most}
+    constants = {"N": outputs, "K": blocks * 256 - 8, "BLOCK_N": 128, "BLOCK_K": 256, "WHOLE": whole, "SPLITS": most}
     own = {}
     for arch, gpu in BY_ARCH.items():
-        with sums.made_for(gpu.multiprocessors, False):
-            own[arch] = sums.division(outputs, blocks, 128).parts
-    assert {arch: sums.parts_on(arch, constants) for arch in BY_ARCH} == own and max(own.values()) == most
+        with sums.made_for(gpu.multiprocessors, arch in sums.WHOLE_TILES_ON):
+            own[arch] = sums.division(outputs, blocks, 128)
+    assert {arch: sums.own_division(arch, constants) for arch in BY_ARCH} == own
+    assert whole == 0 and max(each.parts for each in own.values()) == most
+    assert (own["sm_90"].whole > 0) == (outputs == 43008)
+    halves = sums.own_division("sm_90", constants | {"BLOCK_N": 64})  # two programs for each tile
+    assert halves == (2 * own["sm_90"].whole, own["sm_90"].parts)
     for other in ({"SPLITS": 0}, {"WHOLE": 8}, {"N": 2 * outputs}, {"K": 256}):
-        assert sums.parts_on("sm_80", constants | other) is None
+        assert sums.own_division("sm_80", constants | other) is None
     with sums.made_for_named("sm_80,sm_100"):
         assert not sums.has_wgmma() and sums.division(2 * 21504, 21, 128).whole == 0
 

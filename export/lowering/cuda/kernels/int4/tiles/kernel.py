@@ -45,7 +45,15 @@ from eagle3.export.lowering.cuda.kernels.small_m import (
     operand,
     sum_of_groups,
 )
-from eagle3.export.lowering.cuda.kernels.sums import Division, gated, launch, place, run_of_blocks, store
+from eagle3.export.lowering.cuda.kernels.sums import (
+    Division,
+    gated,
+    launch,
+    place,
+    run_of_blocks,
+    store,
+    takes_whole_tiles,
+)
 
 BLOCK = 256
 """The number of consecutive weights of an output that share their steps."""
@@ -206,8 +214,7 @@ def small_m_run(
     grid has a program for each tile."""
     k = x.shape[1]
     weights, (n0, n1, n2) = as_most(qdata)
-    light = not n2 and n0 % TILE == n1 % TILE == 0  # otherwise a whole tile takes more than 128 registers
-    divided = choice.division(codes.shape[0] * TILE, k // BLOCK, whole=light)
+    divided = choice.division(codes.shape[0] * TILE, k // BLOCK, whole=takes_whole_tiles(n0, n1, n2))
 
     def run(programs: tuple, rows: int, out: Tensor, parts: Tensor) -> None:
         each = TILE // OUTPUTS[rows]
