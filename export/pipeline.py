@@ -138,9 +138,8 @@ def check(
     extra = BACKENDS[plan.config.backend].check_extra
     advice = f"; pip install 'eagle3-export[{extra}]' lets any machine check them" if extra else ""
     cannot = f"this machine cannot run {plan.config.backend} artifacts{advice}"
-    if mixed and backend.stand_in() is not None:
-        reason = "only the artifact's own runtime computes operations between delegates"
-    else:
+    reason: str | None = "only the artifact's own runtime computes operations between delegates"
+    if not mixed or backend.stand_in() is None:
         reason = why_not(folder) if backend.runs_here() else cannot
     if reason:
         progress.say(f"not checked: {reason}")

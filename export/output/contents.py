@@ -46,7 +46,7 @@ def sha256_by_name(paths: Iterable[Path]) -> dict[str, str]:
 class Writable(Protocol):
     """The contents of a file."""
 
-    def write_to_file(self, file: BinaryIO, /) -> None:
+    def write_to_file(self, file: Any, /) -> None:  # noqa: ANN401 - an open file, or one that also hashes
         """Write all of them."""
 
 

@@ -81,7 +81,7 @@ def driver_functions(home: Path) -> list[str]:
 def driver_stub(compiler: str, home: Path, folder: Path) -> None:
     """Make a stub of libcuda in a new ``folder``, for the processor that ``compiler`` compiles for."""
     folder.mkdir()
-    stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-w", "-x", "c", "-", "-o", folder / "libcuda.so"]
+    stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-w", "-x", "c", "-", "-o", str(folder / "libcuda.so")]
     source = "".join(f"void {name}(void) {{}}\n" for name in driver_functions(home))
     subprocess.run([compiler, *stub], input=source, text=True, check=True)
 

@@ -133,11 +133,16 @@ def compiled_for(hosts: Sequence[str], folder: Path) -> Iterator[CrossHosts]:
 
     Raises FileNotFoundError without a cross compiler.
     """
-    cross, build, embed, sign = CrossHosts(hosts, folder), original(BUILD), original(EMBED), original(SIGN)
+    cross = CrossHosts(hosts, folder)
+    if not hosts:
+        yield cross
+        return
+    build, embed, sign = original(BUILD), original(EMBED), original(SIGN)
 
     def build_for_all(self: CppBuilder) -> None:
         build(self)
-        if self.get_target_file_path().endswith((".o", ".so")):
+        of_method = self._build_option.get_aot_mode()  # others try this machine's instructions
+        if of_method and self.get_target_file_path().endswith((".o", ".so")):
             cross.build(self)
 
     def embedded_for_all(cubins: list[tuple[str, str]], output_dir: str, cpp_compiler: str) -> str:
