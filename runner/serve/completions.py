@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -85,7 +85,7 @@ async def answers(service: Service, body: CompletionBody, request: Request) -> A
                         logprobs = _echoed(service, prompt, job.prompt_logprobs) if waits else None
                         if body.logprobs is not None and delta.logprobs:
                             said, offset = _logprobs(service, delta.logprobs, offset, ends)
-                            logprobs = _joined(logprobs, said)
+                            logprobs = _joined([logprobs, said])
                         yield Completion(choices=[_choice(index, echoed + delta.text, None, logprobs)], **made)
                         echoed, waits = "", False
                 logprobs = _echoed(service, prompt, job.prompt_logprobs) if waits else None  # nothing was generated
@@ -134,21 +134,25 @@ def _echoed(service: Service, prompt: list[int], given: list[TokenLogprobs]) -> 
 
 async def complete(service: Service, body: CompletionBody, request: Request) -> Completion:
     """Return the whole answer."""
-    choices: dict[int, CompletionChoice] = {}
+    parts: dict[int, list[CompletionChoice]] = {}
     async with aclosing(answers(service, body, request)) as chunks:
         async for chunk in chunks:
             for part in chunk.choices:
-                whole = choices.setdefault(part.index, _choice(part.index, "", None, None))
-                whole.text += part.text
-                whole.finish_reason = part.finish_reason
-                whole.logprobs = _joined(whole.logprobs, part.logprobs)
-    return chunk.model_copy(update={"choices": list(choices.values())})
+                parts.setdefault(part.index, []).append(part)
+    return chunk.model_copy(update={"choices": [_whole(each) for each in parts.values()]})
 
 
-def _joined(one: Logprobs | None, other: Logprobs | None) -> Logprobs | None:
-    if one is None or other is None:
-        return one or other
-    return Logprobs.construct(**{name: getattr(one, name) + getattr(other, name) for name in Logprobs.model_fields})
+def _whole(parts: list[CompletionChoice]) -> CompletionChoice:
+    text, logprobs = "".join(part.text for part in parts), _joined([part.logprobs for part in parts])
+    return parts[-1].model_copy(update={"text": text, "logprobs": logprobs})
+
+
+def _joined(parts: Sequence[Logprobs | None]) -> Logprobs | None:
+    given = [part for part in parts if part is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+    lists = {name: [entry for part in given for entry in getattr(part, name)] for name in Logprobs.model_fields}
+    return given[0].model_copy(update=lists)  # not checked again, which takes longer than to generate the tokens
 
 
 async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[Completion, None]:

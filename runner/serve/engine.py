@@ -6,7 +6,6 @@ thread of ``run`` calls the models' methods. Grammars are compiled on another th
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -41,11 +40,13 @@ GRAMMAR_SECONDS = (0.25, 0.0005)
 
 @dataclass(eq=False)
 class Task:
-    """A job in this process. ``stream`` is made when the job arrives, and begins when it leaves the queue."""
+    """A job in this process. ``stream`` is made when the job arrives, and begins when it leaves the queue. ``turn`` is
+    the place in the queue, which jobs of several groups may share."""
 
     number: int
     request: Request
     stream: Stream
+    turn: int = 0
 
 
 @dataclass(eq=False)
@@ -78,7 +79,7 @@ class Engine:
         self._places = [Place(model) for model in models]
         self._model, self._tell, self._common = models[0], tell, common
         self._left: dict[int, bool] = {}  # for each job: True if nobody waits for it any more
-        self._waiting: deque[Task] = deque()
+        self._waiting, self._turn = list[Task](), 0
         self._changed, self._closing = threading.Condition(), False
         self._compiling = ThreadPoolExecutor(1, "grammars")
         for model in models[1:]:  # all models share one tokenizer and one set of compiled grammars
@@ -104,7 +105,9 @@ class Engine:
         except Exception as error:  # an error ends only its own request
             self._over(number, Ended(None, _told(error)))
             return
-        with self._changed:
+        with self._changed:  # the jobs of one group have a turn each, so that others come between them
+            turns = [each.turn + 1 for each in self._waiting if each.request.group == request.group]
+            task.turn = max(turns, default=self._turn)
             self._waiting.append(task)
             self._changed.notify()
 
@@ -146,10 +149,12 @@ class Engine:
                 self._kept.close([place.model for place in self._places])
 
     def _assign(self) -> None:
-        """Assign free models to the waiting jobs, in order. A job gets the free model whose caches hold most of its
-        prompt, and of equal ones the model that has been idle longest."""
+        """Assign free models to the waiting jobs, by turn, then in order. A job gets the free model whose caches hold
+        most of its prompt, and of equal ones the model that has been idle longest."""
         while self._waiting and (free := [place for place in self._places if place.task is None]):
-            task = self._waiting.popleft()
+            task = min(self._waiting, key=lambda each: each.turn)
+            self._waiting.remove(task)
+            self._turn = task.turn
             if self._left[task.number]:
                 self._over(task.number, Ended(None))
                 continue

@@ -110,8 +110,10 @@ class Jobs:
     def alive(self) -> bool:
         return self._unavailable is None
 
-    async def submit(self, tokens: list[int], each: Sequence[dict[str, Any]], echo: Echo | None = None) -> list[Job]:
-        """Send a generation after ``tokens`` for each of these options.
+    async def submit(
+        self, tokens: list[int], each: Sequence[dict[str, Any]], echo: Echo | None = None, earlier: Sequence[Job] = ()
+    ) -> list[Job]:
+        """Send a generation after ``tokens`` for each of these options. ``earlier``: jobs of the same HTTP request.
 
         Raises ValueError if the model does not accept a request, ``Busy`` if too many jobs wait, and ``Unavailable`` if
         there is no process; nothing is then queued.
@@ -122,8 +124,10 @@ class Jobs:
         checked.check(self.metadata)
         if checked.structured_outputs is not None and self._trials is not None:
             await self._trials.check(checked.structured_outputs)
-        requests = [Request(tokens, options, echo or Echo()) for options in each]
-        jobs = [Job(request, loop, Times(now), next(self._numbers)) for request in requests]
+        numbers = [next(self._numbers) for _ in each]
+        group = earlier[0].number if earlier else numbers[0]
+        requests = [Request(tokens, options, echo or Echo(), group=group) for options in each]
+        jobs = [Job(request, loop, Times(now), number) for request, number in zip(requests, numbers, strict=True)]
         self.check_room(len(each))
         with self._lock:
             self._jobs |= {job.number: job for job in jobs}

@@ -57,6 +57,20 @@ def test_clients_at_once_get_their_own_answers_in_the_order_of_arrival(server, s
     assert order == [0, 1, 2, 3, 4, 5]
 
 
+def test_another_client_is_served_between_the_choices_of_a_request(server, held):
+    order: list[str] = []
+    client, _lines = begun(server, LONG)
+    held.clear()
+    with ThreadPoolExecutor(2) as pool:
+        for name, given, waiting in (("many", {"prompt": ["class A", "def b"], "n": 3}, 6), ("one", {}, 7)):
+            asked = pool.submit(server.post, "/completions", SHORT | given)
+            asked.add_done_callback(lambda _, name=name: order.append(name))
+            until(lambda waiting=waiting: server.jobs.waiting == waiting)
+        client.close()
+        held.set()
+    assert order == ["one", "many"]
+
+
 def test_a_full_queue_answers_429(model, artifact, held):
     with served([model], artifact, max_queue=1) as server:
         client, _lines = begun(server, LONG)
