@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from openai.types.responses import Response, ResponseUsage
-from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from openai.types.responses import Response
 from pydantic import ValidationError
 from starlette.requests import Request
 
@@ -16,7 +15,7 @@ from eagle3.runner.serve.dialogue import Turn
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.jobs import Job
 from eagle3.runner.serve.markup import CONTENT, REASONING
-from eagle3.runner.serve.requests import ResponseBody, invalid, length, template_kwargs
+from eagle3.runner.serve.requests import ResponseBody, as_messages, invalid, length, template_kwargs
 from eagle3.runner.serve.service import Service
 from eagle3.runner.serve.template import SYSTEM, THOUGHT, Message
 from eagle3.runner.text.checks import shown
@@ -96,10 +95,7 @@ def _messages(body: ResponseBody) -> list[Message]:
         if thought and kind != "reasoning":
             messages[-1] |= {THOUGHT[0]: thought} if messages[-1]["role"] == "assistant" else {}
             thought = ""
-    try:
-        return [Message.model_validate(message) for message in messages]
-    except ValidationError as error:
-        raise invalid(error, "input: ", "input") from None
+    return as_messages(messages, "input")
 
 
 async def complete(service: Service, body: ResponseBody, request: Request) -> Response:
@@ -186,15 +182,13 @@ class Events:
 
     def _ended(self, job: Job, whole: bool) -> dict[str, Any]:
         taken = usage([(len(self._turn.prompt), [job])], self._service.reasoning_end(self._turn))
-        prompt, completion = taken.prompt_tokens_details, taken.completion_tokens_details
-        assert prompt is not None and completion is not None
-        spent = ResponseUsage(
-            input_tokens=taken.prompt_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=prompt.cached_tokens or 0, cache_write_tokens=0),
-            output_tokens=taken.completion_tokens,
-            output_tokens_details=OutputTokensDetails(**completion.model_dump(exclude_none=True)),
-            total_tokens=taken.total_tokens,
-        )
+        spent = {
+            "input_tokens": taken["prompt_tokens"],
+            "input_tokens_details": taken["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": taken["completion_tokens"],
+            "output_tokens_details": taken["completion_tokens_details"],
+            "total_tokens": taken["total_tokens"],
+        }
         status = "completed" if whole else "incomplete"
         why = {} if whole else {"incomplete_details": {"reason": "max_output_tokens"}}
         return self.event(f"response.{status}", response=self.response(status, usage=spent, **why))
