@@ -124,8 +124,10 @@ def _echoed(service: Service, prompt: list[int], given: list[TokenLogprobs]) -> 
     for token in prompt:
         offsets.append(offset)
         offset += len(decoder.push([token]))
-    first = {"tokens": [token_text(service.text, prompt[0])], "token_logprobs": [None], "top_logprobs": [None]}
-    return {name: each + found[name] for name, each in first.items()} | {"text_offset": offsets}
+    found["tokens"].insert(0, token_text(service.text, prompt[0]))
+    for name in ("token_logprobs", "top_logprobs"):
+        found[name].insert(0, None)
+    return found | {"text_offset": offsets}
 
 
 async def complete(service: Service, body: CompletionBody, request: Request) -> dict[str, Any]:

@@ -230,7 +230,7 @@ def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] 
     """Return a request's tools. Raises ``Refused`` if they are invalid."""
     schemas: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(given or []):
-        kind, function = tool.get("type"), tool.get("function")
+        kind, function = tool.get("type"), tool.get("function") or {}
         name = _name_of(function) if kind == "function" else None
         if name is None:
             raise Refused(
