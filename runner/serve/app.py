@@ -124,7 +124,10 @@ def build_app(
 
 
 def _json(made: object) -> str:
-    return json.dumps(made, default=lambda inner: inner.model_dump(mode="json", exclude_unset=True, warnings=False))
+    def dumped(inner: Any) -> dict[str, Any]:  # noqa: ANN401 (openai's types)
+        return inner.model_dump(mode="json", exclude_unset=True, warnings=False)
+
+    return json.dumps(made, default=dumped, separators=(",", ":"))
 
 
 def _data(made: object) -> str:

@@ -23,10 +23,8 @@ Logprobs = dict[str, list[Any]]
 
 def prompts(service: Service, body: CompletionBody) -> list[list[int]]:
     """Return token ids of each prompt. Raises ``Refused``."""
-    given: Any = body.prompt
-    several = isinstance(given, list) and given and isinstance(given[0], str | list)
     found = []
-    for each in given if several else [given]:
+    for each in body.prompts:
         if isinstance(each, str):
             service.dialogue.check_length(each)
         try:

@@ -161,9 +161,14 @@ class CompletionBody(Asked):
     best_of: int | None = None
 
     @property
+    def prompts(self) -> list[Any]:
+        """Each prompt, a text or token ids."""
+        given: Any = self.prompt
+        return given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+
+    @property
     def generations(self) -> int:
-        several = isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list)
-        return self.choices * (len(self.prompt) if several else 1)
+        return self.choices * len(self.prompts)
 
 
 class TextOptions(BaseModel):

@@ -196,19 +196,14 @@ class Events:
     def _add(self, kind: str, text: str) -> list[dict[str, Any]]:
         made = []
         if self._open != kind:
-            made += self._close(whole=True)
-            made += self._begin(kind)
+            made = self._close(whole=True)
+            self._open, self._text, self._item_id = kind, "", new_id("rs" if kind == REASONING else "msg")
+            made.append(self._of_item("added", self._item("in_progress", [])))
+            if kind == CONTENT:
+                made.append(self.event("response.content_part.added", **self._place(), part=self._part()))
         self._text += text
         if text:
             made.append(self._of_text("delta", delta=text))
-        return made
-
-    def _begin(self, kind: str) -> list[dict[str, Any]]:
-        self._open, self._text = kind, ""
-        self._item_id = new_id("rs" if kind == REASONING else "msg")
-        made = [self._of_item("added", self._item("in_progress", []))]
-        if kind == CONTENT:
-            made.append(self.event("response.content_part.added", **self._place(), part=self._part()))
         return made
 
     def _place(self) -> dict[str, Any]:
