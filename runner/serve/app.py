@@ -39,7 +39,7 @@ DONE = "data: [DONE]\n\n"
 BODY_SECONDS = 60.0
 """The seconds that a client has to send a body."""
 MOST_PARSED = 48
-"""The requests whose bodies may be parsed, rendered and tokenized, or wait for that; others are refused before."""
+"""The requests whose bodies may be parsed or wait for that, or more if the queue holds more; others are refused."""
 
 T = TypeVar("T")
 Endpoint = Callable[[Service, Any, Request], Any]
@@ -188,7 +188,7 @@ async def _body(request: Request, service: Service, kind: type[Body], **given_el
 
     if await request.is_disconnected():
         raise ClientDisconnect
-    if service.parsing >= MOST_PARSED:
+    if service.parsing >= max(MOST_PARSED, service.jobs.most):
         raise Busy(service.parsing, 1)
     service.parsing += 1
     try:

@@ -90,7 +90,7 @@ class Jobs:
     ):
         """``trials``: None if the artifact takes no grammars; ``send`` raises OSError if the process has ended."""
         self.metadata, self._trials, self._send, self._ended = metadata, trials, send, ended
-        self._parallel, self._most_waiting = parallel, most_waiting
+        self._parallel, self.most = parallel, parallel + most_waiting
         self._jobs: dict[int, Job] = {}
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._seconds = 1.0  # the recent duration of a request
@@ -143,12 +143,11 @@ class Jobs:
         ``Unavailable`` if there is no process."""
         if self._unavailable is not None:
             raise Unavailable(self._unavailable)
-        most = self._most_waiting + self._parallel
-        if count > most:
+        if count > self.most:
             raise Refused(
-                f"{count} choices are asked for, but at most {most} can run and wait here: ask for fewer", "n"
+                f"{count} choices are asked for, but at most {self.most} can run and wait here: ask for fewer", "n"
             )
-        if count > most - len(self._jobs):
+        if count > self.most - len(self._jobs):
             waiting = self.waiting
             raise Busy(waiting, self._seconds * (1 + waiting) / self._parallel)
 

@@ -24,6 +24,7 @@ from served import JSON, LONG, begun, served, until
 
 from eagle3.runner import load
 from eagle3.runner.model import Model
+from eagle3.runner.serve import app
 from eagle3.runner.serve.cli import bind, main
 from eagle3.runner.serve.errors import Unavailable
 from eagle3.runner.serve.gate import Gate
@@ -69,6 +70,19 @@ def test_another_client_is_served_between_the_choices_of_a_request(server, held)
         client.close()
         held.set()
     assert order == ["one", "many"]
+
+
+def test_as_many_requests_as_the_queue_holds_may_arrive_at_once(server, monkeypatch):
+    arrived, read_body = threading.Event(), app.read_body
+    monkeypatch.setattr(app, "read_body", lambda *given: arrived.wait(30) and read_body(*given))
+    with httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None)) as client, ThreadPoolExecutor(60) as pool:
+        url, given = f"{server.url}/completions", SHORT | {"max_tokens": 1}
+        asked = [pool.submit(client.post, url, json=given) for _ in range(60)]
+        try:
+            until(lambda: server.service.parsing + sum(each.done() for each in asked) == 60)
+        finally:
+            arrived.set()
+        assert [each.result().status_code for each in asked] == [200] * 60
 
 
 def test_a_full_queue_answers_429(model, artifact, held):
