@@ -1,6 +1,7 @@
 """Reads the answer of a generation while it is generated: reasoning, content, tool calls and token counts."""
 
 import json
+import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
@@ -100,6 +101,11 @@ def _forced_calls(choice: str, text: str, names: set[str]) -> list[Call]:
 
 def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """Return the fields that OpenAI's completions and their chunks begin with."""
+    return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage(groups: Sequence[tuple[int, list[Job]]], reasoning_end: int | None = None) -> dict[str, Any]:

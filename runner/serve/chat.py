@@ -4,7 +4,6 @@ It also attributes the characters of an answer to the draft, whose proposals the
 """
 
 import asyncio
-import time
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -15,7 +14,7 @@ from starlette.requests import Request
 from eagle3.runner.contract import Metadata
 from eagle3.runner.loop.results import TokenLogprobs
 from eagle3.runner.options import Options
-from eagle3.runner.serve.answer import Answer, Call, new_id, token_logprobs, usage
+from eagle3.runner.serve.answer import Answer, Call, head, token_logprobs, usage
 from eagle3.runner.serve.dialogue import Turn
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.jobs import Job
@@ -120,11 +119,7 @@ async def complete(service: Service, body: ChatBody, request: Request) -> dict[s
             told = _logprobs(service, turn, logprobs) if body.logprobs else None
             choices.append(_choice(index, answer, told))
     taken = usage([(len(turn.prompt), jobs)], service.reasoning_end(turn))
-    return _made(service) | {"object": "chat.completion", "choices": choices, "usage": taken}
-
-
-def _made(service: Service) -> dict[str, Any]:
-    return {"id": new_id("chatcmpl"), "created": int(time.time()), "model": service.model_id}
+    return head("chatcmpl", "chat.completion", service.model_id) | {"choices": choices, "usage": taken}
 
 
 def _logprobs(service: Service, turn: Turn, given: list[TokenLogprobs]) -> dict[str, Any]:
@@ -148,56 +143,38 @@ def _tool_call(call: Call) -> dict[str, Any]:
 async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the answer in chunks. ``Refused`` is raised before the first chunk."""
     turn = await asyncio.to_thread(asked, service, body)
-    chunks = Chunks(service, body, turn)
+    made = head("chatcmpl", "chat.completion.chunk", service.model_id) | ({"usage": None} if body.with_usage else {})
     async with service.generations(request, turn.prompt, turn.options, body.choices, turn.form) as jobs:
         for index, job in enumerate(jobs):
-            async with aclosing(chunks.of(index, job)) as of_job:
-                async for chunk in of_job:
-                    yield chunk
+            async with aclosing(_deltas(service, body, turn, job)) as deltas:
+                async for delta, more in deltas:
+                    yield made | {"choices": [{"index": index, "delta": delta, "finish_reason": None} | more]}
     if body.with_usage:
-        yield chunks.common | {"choices": [], "usage": usage([(len(turn.prompt), jobs)], service.reasoning_end(turn))}
+        yield made | {"choices": [], "usage": usage([(len(turn.prompt), jobs)], service.reasoning_end(turn))}
 
 
-class Chunks:
-    """The chunks of one streamed answer, which share an id."""
-
-    def __init__(self, service: Service, body: ChatBody, turn: Turn):
-        self._service, self._body, self._turn = service, body, turn
-        self.common = _made(service) | {"object": "chat.completion.chunk"}
-
-    def _one(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "finish_reason": None} | more
-        return self.common | {"choices": [choice]} | ({"usage": None} if self._body.with_usage else {})
-
-    async def of(self, index: int, job: Job) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the chunks of one choice: the role, the text of each round, the end."""
-        answer, service, authors = Answer(self._turn), self._service, None
-        if self._body.return_speculation:
-            authors = Authors(service.text, service.metadata, self._turn.options)
-        async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
-            first = True
-            async for parts, delta in rounds:
-                if first:
-                    yield self._one(index, {"role": "assistant", "content": ""})
-                    first = False
-                fields, more = self._of_round(parts, delta, authors)
-                if fields or more:
-                    yield self._one(index, fields, **more)
-        for number, call in enumerate(answer.calls):
-            yield self._one(index, {"tool_calls": [{"index": number} | _tool_call(call)]})
-        yield self._one(index, {}, finish_reason=answer.finish_reason)
-
-    def _of_round(
-        self, parts: list[Part], delta: Delta | None, authors: Authors | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the delta of a round, and the other fields of its chunk."""
-        fields: dict[str, Any] = {}
-        more: dict[str, Any] = {}
-        for part in parts:
-            name = FIELDS[part.kind]
-            fields[name] = fields.get(name, "") + part.text
-        if self._body.logprobs and delta is not None and delta.logprobs:
-            more["logprobs"] = _logprobs(self._service, self._turn, delta.logprobs)
-        if authors is not None and (parts or delta is not None):
-            more["speculation"] = authors.told(parts, delta)
-        return fields, more
+async def _deltas(
+    service: Service, body: ChatBody, turn: Turn, job: Job
+) -> AsyncGenerator[tuple[dict[str, Any], dict[str, Any]], None]:
+    """Yield the deltas of one choice, each with the other fields of its chunk: the role, the text of each round, the
+    calls, the end."""
+    answer, first = Answer(turn), True
+    authors = Authors(service.text, service.metadata, turn.options) if body.return_speculation else None
+    async with aclosing(answer.read(job, service.dialogue)) as rounds:
+        async for parts, delta in rounds:
+            if first:
+                yield {"role": "assistant", "content": ""}, {}
+                first = False
+            fields, more = dict[str, Any](), dict[str, Any]()
+            for part in parts:
+                name = FIELDS[part.kind]
+                fields[name] = fields.get(name, "") + part.text
+            if body.logprobs and delta is not None and delta.logprobs:
+                more["logprobs"] = _logprobs(service, turn, delta.logprobs)
+            if authors is not None and (parts or delta is not None):
+                more["speculation"] = authors.told(parts, delta)
+            if fields or more:
+                yield fields, more
+    for number, call in enumerate(answer.calls):
+        yield {"tool_calls": [{"index": number} | _tool_call(call)]}, {}
+    yield {}, {"finish_reason": answer.finish_reason}

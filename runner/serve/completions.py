@@ -1,7 +1,6 @@
 """Handles ``POST /v1/completions``, which continues a text without a chat template."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Collection
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from eagle3.runner.loop.results import TokenLogprobs
-from eagle3.runner.serve.answer import new_id, token_text, usage
+from eagle3.runner.serve.answer import head, token_text, usage
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.limits import MOST_LOGPROBS
 from eagle3.runner.serve.protocol import Echo
@@ -61,12 +60,7 @@ async def answers(service: Service, body: CompletionBody, request: Request) -> A
     common = options(service, body)
     asked = await asyncio.to_thread(prompts, service, body)
     sized = [(prompt, common | {"max_new_tokens": _length(service, prompt, body)}) for prompt in asked]
-    made: dict[str, Any] = {
-        "id": new_id("cmpl"),
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": service.model_id,
-    } | ({"usage": None} if body.with_usage else {})
+    made = head("cmpl", "text_completion", service.model_id) | ({"usage": None} if body.with_usage else {})
     echo = Echo(body.logprobs, body.max_tokens == 0) if body.echo else Echo()
     ends = () if body.echo else service.metadata.eos_ids
     async with AsyncExitStack() as stack:

@@ -60,8 +60,6 @@ class Place:
     used: float = 0.0
     prepared: Task | None = None
     """The task for which the kept dialogues have prepared the model."""
-    given: int = 0
-    """The number of generated tokens whose log-probabilities were told."""
 
 
 class Engine:
@@ -164,7 +162,7 @@ class Engine:
 
     def _begin(self, place: Place, task: Task) -> None:
         """Give a job the caches of a model. The beginning of its prompt that they hold is not computed again."""
-        place.task, place.given, place.used = task, 0, time.perf_counter()
+        place.task, place.used = task, time.perf_counter()
         if place.model is not self._model:
             task.stream = self._stream(place.model, task.request, task.stream.result.options)
         if task.request.echo.logprobs is not None:
@@ -192,11 +190,9 @@ class Engine:
             if piece is None:
                 self._end(place, task, None)
             elif piece.token_ids or piece.text:  # neither after a chunk of the prompt
-                logprobs: list[TokenLogprobs] = []
-                if task.request.options.get("logprobs") is not None:
-                    place.given += len(piece.token_ids)
-                    known = task.stream.result.logprobs or []
-                    logprobs = known[place.given - len(piece.token_ids) : place.given]
+                asked = task.request.options.get("logprobs") is not None
+                known = (task.stream.result.logprobs if asked else None) or []
+                logprobs = known[len(known) - len(piece.token_ids) :]
                 told = Delta(piece.text, piece.token_ids, logprobs, piece.proposed, piece.accepted)
                 self._tell(task.number, told)
         except Exception as error:  # an error ends only its own request
