@@ -1,15 +1,12 @@
 """Reads the answer of a generation while it is generated: reasoning, content, tool calls and token counts."""
 
 import json
+import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-
-from openai.types import CompletionUsage
-from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
-from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 
 from eagle3.runner.contract import Metadata
 from eagle3.runner.loop.results import ABORT, TokenLogprobs
@@ -106,9 +103,14 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def usage(groups: Sequence[tuple[int, list[Job]]], reasoning_end: int | None = None) -> CompletionUsage:
-    """Return the total number of tokens of all choices. ``groups``: each prompt's tokens and its jobs.
-    ``reasoning_end``: the token that ends reasoning."""
+def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """Return the fields that OpenAI's completions and their chunks begin with."""
+    return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(groups: Sequence[tuple[int, list[Job]]], reasoning_end: int | None = None) -> dict[str, Any]:
+    """Return the total number of tokens of all choices in OpenAI's shape. ``groups``: each prompt's tokens and its
+    jobs. ``reasoning_end``: the token that ends reasoning."""
     outcomes = [job.outcome for _, jobs in groups for job in jobs if job.outcome is not None]
     stats, prompt_tokens, cached, reasoning = GenerationStats(), 0, 0, 0
     for count, [first, *_] in groups:
@@ -118,17 +120,17 @@ def usage(groups: Sequence[tuple[int, list[Job]]], reasoning_end: int | None = N
         stats.add(outcome.stats)
         if reasoning_end is not None and reasoning_end in outcome.token_ids:
             reasoning += outcome.token_ids.index(reasoning_end) + 1
-    return CompletionUsage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=stats.generation_tokens,
-        total_tokens=prompt_tokens + stats.generation_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        completion_tokens_details=CompletionTokensDetails(
-            accepted_prediction_tokens=stats.num_accepted_tokens,
-            rejected_prediction_tokens=stats.num_draft_tokens - stats.num_accepted_tokens,
-            reasoning_tokens=reasoning,
-        ),
-    )
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": stats.generation_tokens,
+        "total_tokens": prompt_tokens + stats.generation_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": stats.num_accepted_tokens,
+            "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+            "reasoning_tokens": reasoning,
+        },
+    }
 
 
 def token_text(text: Text, token: int) -> str:
@@ -138,7 +140,7 @@ def token_text(text: Text, token: int) -> str:
 
 def token_logprobs(
     text: Text, metadata: Metadata, given: list[TokenLogprobs], options: dict[str, Any]
-) -> list[ChatCompletionTokenLogprob]:
+) -> list[dict[str, Any]]:
     """Return log probabilities in OpenAI's shape, without the tokens that end a text."""
     ends = {*metadata.eos_ids, *options.get("stop_token_ids", ())}
 
@@ -148,10 +150,7 @@ def token_logprobs(
         return {"token": written, "bytes": octets and list(octets), "logprob": max(logprob, -9999.0)}
 
     return [
-        ChatCompletionTokenLogprob(
-            **described(each.token_id, each.logprob),
-            top_logprobs=[TopLogprob(**described(token, logprob)) for token, logprob in each.top],
-        )
+        described(each.token_id, each.logprob) | {"top_logprobs": [described(*top) for top in each.top]}
         for each in given
         if each.token_id not in ends
     ]

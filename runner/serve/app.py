@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from executorch.examples.llm_server.python.protocol import ModelCard, ModelList
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -31,7 +30,6 @@ from eagle3.runner.serve.requests import (
     MessagesBody,
     ResponseBody,
     TokenizeBody,
-    check_length,
     parse,
 )
 from eagle3.runner.serve.service import Service
@@ -41,7 +39,7 @@ DONE = "data: [DONE]\n\n"
 BODY_SECONDS = 60.0
 """The seconds that a client has to send a body."""
 MOST_PARSED = 48
-"""The requests whose bodies may be parsed, rendered and tokenized, or wait for that; others are refused before."""
+"""The requests whose bodies may be parsed or wait for that, or more if the queue holds more; others are refused."""
 
 T = TypeVar("T")
 Endpoint = Callable[[Service, Any, Request], Any]
@@ -125,13 +123,14 @@ def build_app(
     return app
 
 
-def _json(made: BaseModel | dict[str, Any]) -> str:
-    if isinstance(made, BaseModel):
-        return made.model_dump_json(exclude_unset=True, warnings=False)  # keeps fields that are null
-    return json.dumps(made, default=lambda inner: inner.model_dump(mode="json", exclude_unset=True, warnings=False))
+def _json(made: object) -> str:
+    def dumped(inner: Any) -> dict[str, Any]:  # noqa: ANN401 (openai's types)
+        return inner.model_dump(mode="json", exclude_unset=True, warnings=False)
+
+    return json.dumps(made, default=dumped, separators=(",", ":"))
 
 
-def _data(made: BaseModel | dict[str, Any]) -> str:
+def _data(made: object) -> str:
     return f"data: {_json(made)}\n\n"
 
 
@@ -189,7 +188,7 @@ async def _body(request: Request, service: Service, kind: type[Body], **given_el
 
     if await request.is_disconnected():
         raise ClientDisconnect
-    if service.parsing >= MOST_PARSED:
+    if service.parsing >= max(MOST_PARSED, service.jobs.most):
         raise Busy(service.parsing, 1)
     service.parsing += 1
     try:
@@ -203,7 +202,7 @@ def _tokenized(service: Service, given: TokenizeBody) -> dict[str, Any]:
     if given.messages is not None:
         ids = service.dialogue.turn(given.messages, {}, given.tools, template_kwargs=given.chat_template_kwargs).prompt
     else:
-        check_length(service.text, service.metadata, given.prompt or "")
+        service.dialogue.check_length(given.prompt or "")
         ids = service.text.encode(given.prompt or "")
     written = [service.text.tokenizer.id_to_token(token) for token in ids] if given.return_token_strs else None
     return {"count": len(ids), "max_model_len": service.metadata.max_seq_len, "tokens": ids, "token_strs": written}

@@ -4,24 +4,17 @@ It also attributes the characters of an answer to the draft, whose proposals the
 """
 
 import asyncio
-import time
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
-from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
-from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
-from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
-from openai.types.chat.chat_completion_message_tool_call import ChatCompletionMessageToolCall, Function
 from starlette.requests import Request
 
 from eagle3.runner.contract import Metadata
 from eagle3.runner.loop.results import TokenLogprobs
 from eagle3.runner.options import Options
-from eagle3.runner.serve.answer import Answer, Call, new_id, token_logprobs, usage
+from eagle3.runner.serve.answer import Answer, Call, head, token_logprobs, usage
 from eagle3.runner.serve.dialogue import Turn
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.jobs import Job
@@ -113,7 +106,7 @@ def asked(service: Service, body: ChatBody) -> Turn:
     return turn
 
 
-async def complete(service: Service, body: ChatBody, request: Request) -> ChatCompletion:
+async def complete(service: Service, body: ChatBody, request: Request) -> dict[str, Any]:
     """Return the whole answer."""
     turn = await asyncio.to_thread(asked, service, body)
     choices = []
@@ -123,108 +116,65 @@ async def complete(service: Service, body: ChatBody, request: Request) -> ChatCo
             async with aclosing(answer.read(job, service.dialogue)) as rounds:
                 async for _, delta in rounds:
                     logprobs += delta.logprobs if delta else []
-            told = token_logprobs(service.text, service.metadata, logprobs, turn.options) if body.logprobs else None
+            told = _logprobs(service, turn, logprobs) if body.logprobs else None
             choices.append(_choice(index, answer, told))
-    return ChatCompletion(
-        id=new_id("chatcmpl"),
-        object="chat.completion",
-        created=int(time.time()),
-        model=service.model_id,
-        choices=choices,
-        usage=usage([(len(turn.prompt), jobs)], service.reasoning_end(turn)),
-    )
+    taken = usage([(len(turn.prompt), jobs)], service.reasoning_end(turn))
+    return head("chatcmpl", "chat.completion", service.model_id) | {"choices": choices, "usage": taken}
 
 
-def _choice(index: int, answer: Answer, logprobs: list[ChatCompletionTokenLogprob] | None) -> Choice:
+def _logprobs(service: Service, turn: Turn, given: list[TokenLogprobs]) -> dict[str, Any]:
+    return {"content": token_logprobs(service.text, service.metadata, given, turn.options), "refusal": None}
+
+
+def _choice(index: int, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text(CONTENT), "refusal": None}
     if answer.calls:
         message["content"] = answer.text(CONTENT) or None
-        message["tool_calls"] = [
-            ChatCompletionMessageToolCall(
-                id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments)
-            )
-            for call in answer.calls
-        ]
+        message["tool_calls"] = [_tool_call(call) for call in answer.calls]
     if reasoning := answer.text(REASONING):
         message["reasoning_content"] = reasoning
-    return Choice(
-        index=index,
-        message=ChatCompletionMessage(**message),
-        finish_reason=answer.finish_reason,
-        logprobs=None if logprobs is None else ChoiceLogprobs(content=logprobs, refusal=None),
-    )
+    return {"index": index, "message": message, "finish_reason": answer.finish_reason, "logprobs": logprobs}
 
 
-async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
+def _tool_call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+async def stream(service: Service, body: ChatBody, request: Request) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the answer in chunks. ``Refused`` is raised before the first chunk."""
     turn = await asyncio.to_thread(asked, service, body)
-    chunks = Chunks(service, body, turn)
+    made = head("chatcmpl", "chat.completion.chunk", service.model_id) | ({"usage": None} if body.with_usage else {})
     async with service.generations(request, turn.prompt, turn.options, body.choices, turn.form) as jobs:
         for index, job in enumerate(jobs):
-            async with aclosing(chunks.of(index, job)) as of_job:
-                async for chunk in of_job:
-                    yield chunk
+            async with aclosing(_deltas(service, body, turn, job)) as deltas:
+                async for delta, more in deltas:
+                    yield made | {"choices": [{"index": index, "delta": delta, "finish_reason": None} | more]}
     if body.with_usage:
-        taken = usage([(len(turn.prompt), jobs)], service.reasoning_end(turn))
-        yield chunks.chunk([], usage=taken)
+        yield made | {"choices": [], "usage": usage([(len(turn.prompt), jobs)], service.reasoning_end(turn))}
 
 
-class Chunks:
-    """The chunks of one streamed answer, which share an id."""
-
-    def __init__(self, service: Service, body: ChatBody, turn: Turn):
-        self._service, self._body, self._turn = service, body, turn
-        self._id, self._created = new_id("chatcmpl"), int(time.time())
-
-    def chunk(self, choices: list[ChunkChoice], **more: Any) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            id=self._id,
-            object="chat.completion.chunk",
-            created=self._created,
-            model=self._service.model_id,
-            choices=choices,
-            **more,
-        )
-
-    def _one(self, index: int, delta: dict[str, Any], **more: Any) -> ChatCompletionChunk:
-        choice = ChunkChoice(index=index, delta=ChoiceDelta(**delta), **({"finish_reason": None} | more))
-        return self.chunk([choice], **({"usage": None} if self._body.with_usage else {}))
-
-    async def of(self, index: int, job: Job) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """Yield the chunks of one choice: the role, the text of each round, the end."""
-        answer, service, authors = Answer(self._turn), self._service, None
-        if self._body.return_speculation:
-            authors = Authors(service.text, service.metadata, self._turn.options)
-        async with aclosing(answer.read(job, self._service.dialogue)) as rounds:
-            first = True
-            async for parts, delta in rounds:
-                if first:
-                    yield self._one(index, {"role": "assistant", "content": ""})
-                    first = False
-                fields, more = self._of_round(parts, delta, authors)
-                if fields or more:
-                    yield self._one(index, fields, **more)
-        for number, call in enumerate(answer.calls):
-            yield self._one(index, {"tool_calls": [_tool_call(number, call)]})
-        yield self._one(index, {}, finish_reason=answer.finish_reason)
-
-    def _of_round(
-        self, parts: list[Part], delta: Delta | None, authors: Authors | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the delta of a round, and the other fields of its chunk."""
-        fields: dict[str, Any] = {}
-        more: dict[str, Any] = {}
-        for part in parts:
-            name = FIELDS[part.kind]
-            fields[name] = fields.get(name, "") + part.text
-        if self._body.logprobs and delta is not None and delta.logprobs:
-            content = token_logprobs(self._service.text, self._service.metadata, delta.logprobs, self._turn.options)
-            more["logprobs"] = ChunkLogprobs(content=content, refusal=None)
-        if authors is not None and (parts or delta is not None):
-            more["speculation"] = authors.told(parts, delta)
-        return fields, more
-
-
-def _tool_call(number: int, call: Call) -> ChoiceDeltaToolCall:
-    function = ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
-    return ChoiceDeltaToolCall(index=number, id=call.id, type="function", function=function)
+async def _deltas(
+    service: Service, body: ChatBody, turn: Turn, job: Job
+) -> AsyncGenerator[tuple[dict[str, Any], dict[str, Any]], None]:
+    """Yield the deltas of one choice, each with the other fields of its chunk: the role, the text of each round, the
+    calls, the end."""
+    answer, first = Answer(turn), True
+    authors = Authors(service.text, service.metadata, turn.options) if body.return_speculation else None
+    async with aclosing(answer.read(job, service.dialogue)) as rounds:
+        async for parts, delta in rounds:
+            if first:
+                yield {"role": "assistant", "content": ""}, {}
+                first = False
+            fields, more = dict[str, Any](), dict[str, Any]()
+            for part in parts:
+                name = FIELDS[part.kind]
+                fields[name] = fields.get(name, "") + part.text
+            if body.logprobs and delta is not None and delta.logprobs:
+                more["logprobs"] = _logprobs(service, turn, delta.logprobs)
+            if authors is not None and (parts or delta is not None):
+                more["speculation"] = authors.told(parts, delta)
+            if fields or more:
+                yield fields, more
+    for number, call in enumerate(answer.calls):
+        yield {"tool_calls": [{"index": number} | _tool_call(call)]}, {}
+    yield {}, {"finish_reason": answer.finish_reason}

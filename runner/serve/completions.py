@@ -1,33 +1,31 @@
 """Handles ``POST /v1/completions``, which continues a text without a chat template."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Collection
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
-from openai.types import Completion, CompletionChoice
-from openai.types.completion_choice import Logprobs
 from starlette.requests import Request
 
 from eagle3.runner.loop.results import TokenLogprobs
-from eagle3.runner.serve.answer import new_id, token_text, usage
+from eagle3.runner.serve.answer import head, token_text, usage
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.limits import MOST_LOGPROBS
 from eagle3.runner.serve.protocol import Echo
-from eagle3.runner.serve.requests import CompletionBody, check_length, length
+from eagle3.runner.serve.requests import CompletionBody, length
 from eagle3.runner.serve.service import Service
 from eagle3.runner.text.text import TextStream
+
+Logprobs = dict[str, list[Any]]
+"""OpenAI's lists of ``tokens``, ``token_logprobs``, ``top_logprobs`` and ``text_offset``."""
 
 
 def prompts(service: Service, body: CompletionBody) -> list[list[int]]:
     """Return token ids of each prompt. Raises ``Refused``."""
-    given: Any = body.prompt
-    several = isinstance(given, list) and given and isinstance(given[0], str | list)
     found = []
-    for each in given if several else [given]:
+    for each in body.prompts:
         if isinstance(each, str):
-            check_length(service.text, service.metadata, each)
+            service.dialogue.check_length(each)
         try:
             found.append(service.encode(each))
         except ValueError as error:
@@ -57,17 +55,12 @@ def _length(service: Service, prompt: list[int], body: CompletionBody) -> int:
     return length(service.metadata, prompt, wanted, "max_tokens")
 
 
-async def answers(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[Completion, None]:
+async def answers(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[dict[str, Any], None]:
     """Yield one chunk per round; the last one has the usage and no choices. ``Refused`` is raised before the first."""
     common = options(service, body)
     asked = await asyncio.to_thread(prompts, service, body)
     sized = [(prompt, common | {"max_new_tokens": _length(service, prompt, body)}) for prompt in asked]
-    made: dict[str, Any] = {
-        "id": new_id("cmpl"),
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": service.model_id,
-    } | ({"usage": None} if body.with_usage else {})
+    made = head("cmpl", "text_completion", service.model_id) | ({"usage": None} if body.with_usage else {})
     echo = Echo(body.logprobs, body.max_tokens == 0) if body.echo else Echo()
     ends = () if body.echo else service.metadata.eos_ids
     async with AsyncExitStack() as stack:
@@ -85,19 +78,19 @@ async def answers(service: Service, body: CompletionBody, request: Request) -> A
                         logprobs = _echoed(service, prompt, job.prompt_logprobs) if waits else None
                         if body.logprobs is not None and delta.logprobs:
                             said, offset = _logprobs(service, delta.logprobs, offset, ends)
-                            logprobs = _joined(logprobs, said)
-                        yield Completion(choices=[_choice(index, echoed + delta.text, None, logprobs)], **made)
+                            logprobs = _joined([logprobs, said])
+                        yield made | {"choices": [_choice(index, echoed + delta.text, None, logprobs)]}
                         echoed, waits = "", False
                 logprobs = _echoed(service, prompt, job.prompt_logprobs) if waits else None  # nothing was generated
                 reason = "length" if job.outcome is not None and job.outcome.finish_reason == "length" else "stop"
-                yield Completion(choices=[_choice(index, echoed, reason, logprobs)], **made)
+                yield made | {"choices": [_choice(index, echoed, reason, logprobs)]}
                 index += 1
-    made["usage"] = usage([(len(prompt), jobs) for (prompt, _), jobs in zip(sized, groups, strict=True)])
-    yield Completion(choices=[], **made)
+    taken = usage([(len(prompt), jobs) for (prompt, _), jobs in zip(sized, groups, strict=True)])
+    yield made | {"choices": [], "usage": taken}
 
 
-def _choice(index: int, text: str, finish_reason: str | None, logprobs: Logprobs | None) -> CompletionChoice:
-    return CompletionChoice.construct(index=index, text=text, finish_reason=finish_reason, logprobs=logprobs)
+def _choice(index: int, text: str, finish_reason: str | None, logprobs: Logprobs | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "finish_reason": finish_reason, "logprobs": logprobs}
 
 
 def _logprobs(service: Service, given: list[TokenLogprobs], offset: int, ends: Collection[int]) -> tuple[Logprobs, int]:
@@ -112,8 +105,7 @@ def _logprobs(service: Service, given: list[TokenLogprobs], offset: int, ends: C
         tops.append({token_text(text, token): max(logprob, -9999.0) for token, logprob in best})
         offsets.append(offset)
         offset += len(tokens[-1])
-    found = Logprobs(tokens=tokens, token_logprobs=logprobs, top_logprobs=tops, text_offset=offsets)
-    return found, offset
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}, offset
 
 
 def _echoed(service: Service, prompt: list[int], given: list[TokenLogprobs]) -> Logprobs:
@@ -124,36 +116,35 @@ def _echoed(service: Service, prompt: list[int], given: list[TokenLogprobs]) -> 
     for token in prompt:
         offsets.append(offset)
         offset += len(decoder.push([token]))
-    return Logprobs.construct(
-        tokens=[token_text(service.text, prompt[0]), *(found.tokens or ())],
-        token_logprobs=[None, *(found.token_logprobs or ())],
-        top_logprobs=[None, *(found.top_logprobs or ())],
-        text_offset=offsets,
-    )
+    found["tokens"].insert(0, token_text(service.text, prompt[0]))
+    for name in ("token_logprobs", "top_logprobs"):
+        found[name].insert(0, None)
+    return found | {"text_offset": offsets}
 
 
-async def complete(service: Service, body: CompletionBody, request: Request) -> Completion:
+async def complete(service: Service, body: CompletionBody, request: Request) -> dict[str, Any]:
     """Return the whole answer."""
-    choices: dict[int, CompletionChoice] = {}
+    parts: dict[int, list[dict[str, Any]]] = {}
     async with aclosing(answers(service, body, request)) as chunks:
         async for chunk in chunks:
-            for part in chunk.choices:
-                whole = choices.setdefault(part.index, _choice(part.index, "", None, None))
-                whole.text += part.text
-                whole.finish_reason = part.finish_reason
-                whole.logprobs = _joined(whole.logprobs, part.logprobs)
-    return chunk.model_copy(update={"choices": list(choices.values())})
+            for part in chunk["choices"]:
+                parts.setdefault(part["index"], []).append(part)
+    return chunk | {"choices": [_whole(each) for each in parts.values()]}
 
 
-def _joined(one: Logprobs | None, other: Logprobs | None) -> Logprobs | None:
-    if one is None or other is None:
-        return one or other
-    return Logprobs.construct(**{name: getattr(one, name) + getattr(other, name) for name in Logprobs.model_fields})
+def _whole(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    logprobs = _joined([part["logprobs"] for part in parts])
+    return parts[-1] | {"text": "".join(part["text"] for part in parts), "logprobs": logprobs}
 
 
-async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[Completion, None]:
+def _joined(parts: list[Logprobs | None]) -> Logprobs | None:
+    given = [part for part in parts if part is not None]
+    return {name: [entry for part in given for entry in part[name]] for name in given[0]} if given else None
+
+
+async def stream(service: Service, body: CompletionBody, request: Request) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the answer in chunks."""
     async with aclosing(answers(service, body, request)) as chunks:
         async for chunk in chunks:
-            if chunk.choices or body.with_usage:
+            if chunk["choices"] or body.with_usage:
                 yield chunk

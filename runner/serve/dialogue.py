@@ -157,8 +157,8 @@ class Dialogue:
                 raise Refused(f"chat_template_kwargs may not have {name}: leave it out", "chat_template_kwargs")
         tools = read_tools(given_tools, tool_choice, parallel)
         rendered = self._render(messages, given_tools if tools.choice != NONE else None, template_kwargs, ending)
-        self._check_length(rendered)
-        prompt = self._encode(rendered)
+        self.check_length(rendered)
+        prompt = self._text.tokenizer.encode(rendered, add_special_tokens=False).ids
         marks = self._marks
         opened = marks is not None and rendered.rstrip().endswith(marks.begin.rstrip())
         closed = marks is not None and rendered.rstrip().endswith((marks.end, marks.opener or marks.end))
@@ -203,7 +203,7 @@ class Dialogue:
         if ending.continues:
             check_continued(messages[-1])
         told = checked(messages, self._source)
-        self._check_length("\n".join(text_of(message.content) for message in told))
+        self.check_length("\n".join(text_of(message.content) for message in told))
         failed: Exception | None = None
         with limited(TEMPLATE_SECONDS):
             for form in forms(told):
@@ -218,30 +218,28 @@ class Dialogue:
         reason = line(failed) or type(failed).__name__
         raise Refused(f"the chat template does not take these messages: {reason}", "messages") from None
 
-    def _check_length(self, text: str) -> None:
-        from eagle3.runner.serve.requests import check_length
-
-        check_length(self._text, self._metadata, text)
-
-    def _encode(self, rendered: str) -> list[int]:
-        return self._text.tokenizer.encode(rendered, add_special_tokens=False).ids
+    def check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit into the context, without tokenizing all of it."""
+        try:
+            self._text.check_length(text, self._metadata.max_seq_len)
+        except ValueError as error:
+            raise Refused(str(error), code="context_length_exceeded") from None
 
 
 def read_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:
     """Return a request's tools. Raises ``Refused`` if they are invalid."""
     schemas: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(given or []):
-        function = tool.get("function")
-        if (
-            tool.get("type") != "function"
-            or not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-        ):
-            raise Refused(f"tools.{number} must be a function with a name: no other tools are supported", "tools")
+        kind, function = tool.get("type"), tool.get("function") or {}
+        name = _name_of(function) if kind == "function" else None
+        if name is None:
+            raise Refused(
+                f"tools.{number} must be a function with a name, but has the type {shown(kind)}: leave it out", "tools"
+            )
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
             raise Refused(f"tools.{number}.function.parameters must be a JSON schema", "tools")
-        schemas[function["name"]] = parameters
+        schemas[name] = parameters
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         choice, schemas = _allowed(choice.get("allowed_tools", choice), schemas)
     if isinstance(choice, dict):

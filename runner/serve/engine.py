@@ -6,7 +6,6 @@ thread of ``run`` calls the models' methods. Grammars are compiled on another th
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -41,11 +40,13 @@ GRAMMAR_SECONDS = (0.25, 0.0005)
 
 @dataclass(eq=False)
 class Task:
-    """A job in this process. ``stream`` is made when the job arrives, and begins when it leaves the queue."""
+    """A job in this process. ``stream`` is made when the job arrives, and begins when it leaves the queue. ``turn`` is
+    the place in the queue, which jobs of several groups may share."""
 
     number: int
     request: Request
     stream: Stream
+    turn: int = 0
 
 
 @dataclass(eq=False)
@@ -59,8 +60,6 @@ class Place:
     used: float = 0.0
     prepared: Task | None = None
     """The task for which the kept dialogues have prepared the model."""
-    given: int = 0
-    """The number of generated tokens whose log-probabilities were told."""
 
 
 class Engine:
@@ -78,7 +77,7 @@ class Engine:
         self._places = [Place(model) for model in models]
         self._model, self._tell, self._common = models[0], tell, common
         self._left: dict[int, bool] = {}  # for each job: True if nobody waits for it any more
-        self._waiting: deque[Task] = deque()
+        self._waiting, self._turn = list[Task](), 0
         self._changed, self._closing = threading.Condition(), False
         self._compiling = ThreadPoolExecutor(1, "grammars")
         for model in models[1:]:  # all models share one tokenizer and one set of compiled grammars
@@ -104,7 +103,9 @@ class Engine:
         except Exception as error:  # an error ends only its own request
             self._over(number, Ended(None, _told(error)))
             return
-        with self._changed:
+        with self._changed:  # the jobs of one group have a turn each, so that others come between them
+            turns = [each.turn + 1 for each in self._waiting if each.request.group == request.group]
+            task.turn = max(turns, default=self._turn)
             self._waiting.append(task)
             self._changed.notify()
 
@@ -146,10 +147,12 @@ class Engine:
                 self._kept.close([place.model for place in self._places])
 
     def _assign(self) -> None:
-        """Assign free models to the waiting jobs, in order. A job gets the free model whose caches hold most of its
-        prompt, and of equal ones the model that has been idle longest."""
+        """Assign free models to the waiting jobs, by turn, then in order. A job gets the free model whose caches hold
+        most of its prompt, and of equal ones the model that has been idle longest."""
         while self._waiting and (free := [place for place in self._places if place.task is None]):
-            task = self._waiting.popleft()
+            task = min(self._waiting, key=lambda each: each.turn)
+            self._waiting.remove(task)
+            self._turn = task.turn
             if self._left[task.number]:
                 self._over(task.number, Ended(None))
                 continue
@@ -159,7 +162,7 @@ class Engine:
 
     def _begin(self, place: Place, task: Task) -> None:
         """Give a job the caches of a model. The beginning of its prompt that they hold is not computed again."""
-        place.task, place.given, place.used = task, 0, time.perf_counter()
+        place.task, place.used = task, time.perf_counter()
         if place.model is not self._model:
             task.stream = self._stream(place.model, task.request, task.stream.result.options)
         if task.request.echo.logprobs is not None:
@@ -187,11 +190,9 @@ class Engine:
             if piece is None:
                 self._end(place, task, None)
             elif piece.token_ids or piece.text:  # neither after a chunk of the prompt
-                logprobs: list[TokenLogprobs] = []
-                if task.request.options.get("logprobs") is not None:
-                    place.given += len(piece.token_ids)
-                    known = task.stream.result.logprobs or []
-                    logprobs = known[place.given - len(piece.token_ids) : place.given]
+                asked = task.request.options.get("logprobs") is not None
+                known = (task.stream.result.logprobs if asked else None) or []
+                logprobs = known[len(known) - len(piece.token_ids) :]
                 told = Delta(piece.text, piece.token_ids, logprobs, piece.proposed, piece.accepted)
                 self._tell(task.number, told)
         except Exception as error:  # an error ends only its own request

@@ -90,7 +90,7 @@ class Jobs:
     ):
         """``trials``: None if the artifact takes no grammars; ``send`` raises OSError if the process has ended."""
         self.metadata, self._trials, self._send, self._ended = metadata, trials, send, ended
-        self._parallel, self._most_waiting = parallel, most_waiting
+        self._parallel, self.most = parallel, parallel + most_waiting
         self._jobs: dict[int, Job] = {}
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._seconds = 1.0  # the recent duration of a request
@@ -110,8 +110,10 @@ class Jobs:
     def alive(self) -> bool:
         return self._unavailable is None
 
-    async def submit(self, tokens: list[int], each: Sequence[dict[str, Any]], echo: Echo | None = None) -> list[Job]:
-        """Send a generation after ``tokens`` for each of these options.
+    async def submit(
+        self, tokens: list[int], each: Sequence[dict[str, Any]], echo: Echo | None = None, earlier: Sequence[Job] = ()
+    ) -> list[Job]:
+        """Send a generation after ``tokens`` for each of these options. ``earlier``: jobs of the same HTTP request.
 
         Raises ValueError if the model does not accept a request, ``Busy`` if too many jobs wait, and ``Unavailable`` if
         there is no process; nothing is then queued.
@@ -122,8 +124,10 @@ class Jobs:
         checked.check(self.metadata)
         if checked.structured_outputs is not None and self._trials is not None:
             await self._trials.check(checked.structured_outputs)
-        requests = [Request(tokens, options, echo or Echo()) for options in each]
-        jobs = [Job(request, loop, Times(now), next(self._numbers)) for request in requests]
+        numbers = [next(self._numbers) for _ in each]
+        group = earlier[0].number if earlier else numbers[0]
+        requests = [Request(tokens, options, echo or Echo(), group=group) for options in each]
+        jobs = [Job(request, loop, Times(now), number) for request, number in zip(requests, numbers, strict=True)]
         self.check_room(len(each))
         with self._lock:
             self._jobs |= {job.number: job for job in jobs}
@@ -139,12 +143,11 @@ class Jobs:
         ``Unavailable`` if there is no process."""
         if self._unavailable is not None:
             raise Unavailable(self._unavailable)
-        most = self._most_waiting + self._parallel
-        if count > most:
+        if count > self.most:
             raise Refused(
-                f"{count} choices are asked for, but at most {most} can run and wait here: ask for fewer", "n"
+                f"{count} choices are asked for, but at most {self.most} can run and wait here: ask for fewer", "n"
             )
-        if count > most - len(self._jobs):
+        if count > self.most - len(self._jobs):
             waiting = self.waiting
             raise Busy(waiting, self._seconds * (1 + waiting) / self._parallel)
 

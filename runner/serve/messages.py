@@ -6,14 +6,13 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, suppress
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.requests import Request
 
 from eagle3.runner.serve.answer import Answer, new_id
 from eagle3.runner.serve.dialogue import REQUIRED, Turn
 from eagle3.runner.serve.markup import REASONING
 from eagle3.runner.serve.protocol import Outcome
-from eagle3.runner.serve.requests import MessagesBody, invalid, length, template_kwargs
+from eagle3.runner.serve.requests import MessagesBody, as_messages, length, template_kwargs
 from eagle3.runner.serve.service import Service
 from eagle3.runner.serve.template import THOUGHT, Message
 
@@ -69,10 +68,7 @@ def _messages(body: MessagesBody) -> list[Message]:
         if rest or calls or not results:
             content = said.content if isinstance(said.content, str) else rest or None
             made.append({"role": said.role, "content": content, "tool_calls": calls or None, THOUGHT[0]: thought})
-    try:
-        return [Message.model_validate(message) for message in made]
-    except ValidationError as error:
-        raise invalid(error, "messages: ", "messages") from None
+    return as_messages(made, "messages")
 
 
 async def complete(service: Service, body: MessagesBody, request: Request) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """``/metrics``, under vLLM's names, so that dashboards made for vLLM show an artifact's server as well."""
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -23,15 +24,17 @@ COUNTERS = {
 }  # fmt: skip
 """The field of ``GenerationStats`` and the text of each counter, by its name."""
 
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
+
 
 class Metrics:
     """The metrics of one model. Each has the label ``model_name``."""
 
     def __init__(self, model_name: str):
         self._registry, self._name = CollectorRegistry(), model_name
-        self.running = self._gauge("num_requests_running", "Requests whose answers are being generated.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests that wait.")
-        self._counters = {name: self._counter(name, text) for name, (_, text) in COUNTERS.items()}
+        self.running = self._of(Gauge, "num_requests_running", "Requests whose answers are being generated.")
+        self.waiting = self._of(Gauge, "num_requests_waiting", "Requests that wait.")
+        self._counters = {name: self._of(Counter, name, text) for name, (_, text) in COUNTERS.items()}
         self._accepted_at = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position in the chain.",
             ["model_name", "position"], registry=self._registry,
@@ -51,15 +54,11 @@ class Metrics:
         self._prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._generation_size = self._histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, ["model_name"], registry=self._registry).labels(self._name)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"vllm:{name}", text, ["model_name"], registry=self._registry).labels(self._name)
+    def _of(self, kind: type[Metric], name: str, text: str, **more: Any) -> Metric:
+        return kind(f"vllm:{name}", text, ["model_name"], registry=self._registry, **more).labels(self._name)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        made = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
-        return made.labels(self._name)
+        return self._of(Histogram, name, text, buckets=buckets)
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Take the numbers of running and waiting requests from these functions when metrics are read."""

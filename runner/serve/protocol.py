@@ -36,6 +36,8 @@ class Request:
     echo: Echo = Echo()
     prompt: str = ""
     """The text of the tokens for a router that compares beginnings of prompts (Ray); "" if there is no router."""
+    group: int = 0
+    """The same number for all generations of one HTTP request; those of others are run in between."""
 
 
 class Started(NamedTuple):

@@ -15,7 +15,6 @@ from eagle3.runner.serve.limits import MOST_CHOICES
 from eagle3.runner.serve.template import Message
 from eagle3.runner.text.checks import shown
 from eagle3.runner.text.prompts import mixed_seed
-from eagle3.runner.text.text import Text
 
 IGNORED = frozenset(
     (
@@ -133,7 +132,7 @@ class ChatBody(Asked, ChatCompletionRequest):
     """The default is True, or False if the last message is continued (vLLM's names)."""
     continue_final_message: bool | None = None
     return_speculation: bool | None = None
-    """A field of this server only: each chunk of a stream reports the proposed and accepted tokens (``authors.py``)."""
+    """A field of this server only: each chunk of a stream reports the proposed and accepted tokens (``Authors``)."""
 
 
 class TokenizeBody(Asked):
@@ -162,9 +161,14 @@ class CompletionBody(Asked):
     best_of: int | None = None
 
     @property
+    def prompts(self) -> list[Any]:
+        """Each prompt, a text or token ids."""
+        given: Any = self.prompt
+        return given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+
+    @property
     def generations(self) -> int:
-        several = isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list)
-        return self.choices * (len(self.prompt) if several else 1)
+        return self.choices * len(self.prompts)
 
 
 class TextOptions(BaseModel):
@@ -248,6 +252,14 @@ def invalid(error: ValidationError, before: str = "", param: str | None = None) 
     return Refused(f"{before}{place}: {first['msg']}, found {_found(first['input'])}", param or place)
 
 
+def as_messages(given: list[dict[str, Any]], field: str) -> list[Message]:
+    """Return ``given`` as messages of chat completions. Raises ``Refused``; ``field`` is the request's."""
+    try:
+        return [Message.model_validate(message) for message in given]
+    except ValidationError as error:
+        raise invalid(error, f"{field}: ", field) from None
+
+
 def _found(value: object) -> str:
     return type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]
 
@@ -265,14 +277,6 @@ def length(metadata: Metadata, prompt: list[int], wanted: int | None, name: str)
     if len(prompt) + wanted > context:
         raise ContextLengthExceeded(len(prompt), context, wanted)
     return wanted
-
-
-def check_length(text: Text, metadata: Metadata, given: str) -> None:
-    """Refuse a text that cannot fit into the context, without tokenizing all of it."""
-    try:
-        text.check_length(given, metadata.max_seq_len)
-    except ValueError as error:
-        raise Refused(str(error), code="context_length_exceeded") from None
 
 
 def template_kwargs(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from openai.types.responses import Response, ResponseUsage
-from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from openai.types.responses import Response
 from pydantic import ValidationError
 from starlette.requests import Request
 
@@ -16,7 +15,7 @@ from eagle3.runner.serve.dialogue import Turn
 from eagle3.runner.serve.errors import Refused
 from eagle3.runner.serve.jobs import Job
 from eagle3.runner.serve.markup import CONTENT, REASONING
-from eagle3.runner.serve.requests import ResponseBody, invalid, length, template_kwargs
+from eagle3.runner.serve.requests import ResponseBody, as_messages, invalid, length, template_kwargs
 from eagle3.runner.serve.service import Service
 from eagle3.runner.serve.template import SYSTEM, THOUGHT, Message
 from eagle3.runner.text.checks import shown
@@ -96,10 +95,7 @@ def _messages(body: ResponseBody) -> list[Message]:
         if thought and kind != "reasoning":
             messages[-1] |= {THOUGHT[0]: thought} if messages[-1]["role"] == "assistant" else {}
             thought = ""
-    try:
-        return [Message.model_validate(message) for message in messages]
-    except ValidationError as error:
-        raise invalid(error, "input: ", "input") from None
+    return as_messages(messages, "input")
 
 
 async def complete(service: Service, body: ResponseBody, request: Request) -> Response:
@@ -186,15 +182,13 @@ class Events:
 
     def _ended(self, job: Job, whole: bool) -> dict[str, Any]:
         taken = usage([(len(self._turn.prompt), [job])], self._service.reasoning_end(self._turn))
-        prompt, completion = taken.prompt_tokens_details, taken.completion_tokens_details
-        assert prompt is not None and completion is not None
-        spent = ResponseUsage(
-            input_tokens=taken.prompt_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=prompt.cached_tokens or 0, cache_write_tokens=0),
-            output_tokens=taken.completion_tokens,
-            output_tokens_details=OutputTokensDetails(**completion.model_dump(exclude_none=True)),
-            total_tokens=taken.total_tokens,
-        )
+        spent = {
+            "input_tokens": taken["prompt_tokens"],
+            "input_tokens_details": taken["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": taken["completion_tokens"],
+            "output_tokens_details": taken["completion_tokens_details"],
+            "total_tokens": taken["total_tokens"],
+        }
         status = "completed" if whole else "incomplete"
         why = {} if whole else {"incomplete_details": {"reason": "max_output_tokens"}}
         return self.event(f"response.{status}", response=self.response(status, usage=spent, **why))
@@ -202,19 +196,14 @@ class Events:
     def _add(self, kind: str, text: str) -> list[dict[str, Any]]:
         made = []
         if self._open != kind:
-            made += self._close(whole=True)
-            made += self._begin(kind)
+            made = self._close(whole=True)
+            self._open, self._text, self._item_id = kind, "", new_id("rs" if kind == REASONING else "msg")
+            made.append(self._of_item("added", self._item("in_progress", [])))
+            if kind == CONTENT:
+                made.append(self.event("response.content_part.added", **self._place(), part=self._part()))
         self._text += text
         if text:
             made.append(self._of_text("delta", delta=text))
-        return made
-
-    def _begin(self, kind: str) -> list[dict[str, Any]]:
-        self._open, self._text = kind, ""
-        self._item_id = new_id("rs" if kind == REASONING else "msg")
-        made = [self._of_item("added", self._item("in_progress", []))]
-        if kind == CONTENT:
-            made.append(self.event("response.content_part.added", **self._place(), part=self._part()))
         return made
 
     def _place(self) -> dict[str, Any]:

@@ -72,13 +72,14 @@ class Service:
         ``form`` is the request's field with the grammar. Raises ``Refused`` for options that the model does not accept,
         ``Busy`` if too many jobs wait.
         """
+        earlier = request.scope.setdefault("jobs", [])
         try:
-            jobs = await self.jobs.submit(prompt, with_own_seeds(options, count), echo)
+            jobs = await self.jobs.submit(prompt, with_own_seeds(options, count), echo, earlier)
         except GrammarRefused as error:
             raise Refused(str(error), form) from None
         except ValueError as error:
             raise Refused(str(error)) from None
-        request.scope.setdefault("jobs", []).extend(jobs)
+        earlier += jobs
         try:
             yield jobs
         finally:

@@ -174,7 +174,7 @@ def test_reasoning_options_of_a_request_reach_the_template(thinking):
 def test_reasoning_is_counted_up_to_the_token_that_ends_it():
     job = Job(Asked([5, 6], {}), None, Times(0.0), outcome=Outcome([8, 9, 4, 8], "stop"))
     for end, count in ((4, 3), (8, 1), (7, 0), (None, 0)):
-        assert usage([(2, [job])], end).completion_tokens_details.reasoning_tokens == count
+        assert usage([(2, [job])], end)["completion_tokens_details"]["reasoning_tokens"] == count
 
 
 def test_contradictory_tools_and_formats_are_refused(with_template):

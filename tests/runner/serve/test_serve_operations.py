@@ -24,10 +24,12 @@ from served import JSON, LONG, begun, served, until
 
 from eagle3.runner import load
 from eagle3.runner.model import Model
+from eagle3.runner.serve import app
 from eagle3.runner.serve.cli import bind, main
 from eagle3.runner.serve.errors import Unavailable
 from eagle3.runner.serve.gate import Gate
 from eagle3.runner.serve.limits import MOST_BODY
+from eagle3.runner.serve.service import make_service
 
 SHORT = {"prompt": "class A", "max_tokens": 8}
 
@@ -55,6 +57,33 @@ def test_clients_at_once_get_their_own_answers_in_the_order_of_arrival(server, s
         held.set()
         assert [each.result().json()["choices"][0]["text"] for each in asked] == expected
     assert order == [0, 1, 2, 3, 4, 5]
+
+
+def test_another_client_is_served_between_the_choices_of_a_request(server, held):
+    order: list[str] = []
+    client, _lines = begun(server, LONG)
+    held.clear()
+    with ThreadPoolExecutor(2) as pool:
+        for name, given, waiting in (("many", {"prompt": ["class A", "def b"], "n": 3}, 6), ("one", {}, 7)):
+            asked = pool.submit(server.post, "/completions", SHORT | given)
+            asked.add_done_callback(lambda _, name=name: order.append(name))
+            until(lambda waiting=waiting: server.jobs.waiting == waiting)
+        client.close()
+        held.set()
+    assert order == ["one", "many"]
+
+
+def test_as_many_requests_as_the_queue_holds_may_arrive_at_once(server, monkeypatch):
+    arrived, read_body = threading.Event(), app.read_body
+    monkeypatch.setattr(app, "read_body", lambda *given: arrived.wait(30) and read_body(*given))
+    with httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None)) as client, ThreadPoolExecutor(60) as pool:
+        url, given = f"{server.url}/completions", SHORT | {"max_tokens": 1}
+        asked = [pool.submit(client.post, url, json=given) for _ in range(60)]
+        try:
+            until(lambda: server.service.parsing + sum(each.done() for each in asked) == 60)
+        finally:
+            arrived.set()
+        assert [each.result().status_code for each in asked] == [200] * 60
 
 
 def test_a_full_queue_answers_429(model, artifact, held):
@@ -347,10 +376,9 @@ def test_invalid_flags_of_eagle3_serve_are_refused(artifact, tmp_path, flags, co
     assert found == code and words in line
 
 
-def test_an_artifact_without_a_tokenizer_is_not_served(artifact, tmp_path):
-    (tmp_path / "model.pte").write_bytes((artifact / "model.pte").read_bytes())
-    code, line = fail_command(main, tmp_path, "--port", "0")
-    assert code == 1 and "no tokenizer.json" in line
+def test_an_artifact_without_a_tokenizer_is_not_served(session, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
+        make_service(session.metadata, tmp_path, lambda *_: None, None, 1, 64, {})
 
 
 def test_a_server_without_its_packages_says_what_to_install(artifact, monkeypatch):

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from chat_templates import FAMILIES, Family
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from scripted import scripted_metadata
 from served import serviced
 from starlette.requests import Request
@@ -83,7 +84,7 @@ class Scripted:
 
     async def _whole(self, given: dict) -> tuple:
         made = await chat.complete(self._service, self._body(given), Request({"type": "http"}))
-        [choice] = made.choices
+        [choice] = ChatCompletion.model_validate(made).choices
         message = choice.message.model_dump()
         given_calls = [call["function"] for call in message["tool_calls"] or []]
         calls = [(call["name"], json.loads(call["arguments"])) for call in given_calls]
@@ -94,7 +95,7 @@ class Scripted:
     async def _streamed(self, given: dict) -> tuple:
         texts, calls, reason = {"reasoning_content": "", "content": ""}, [], None
         async for chunk in chat.stream(self._service, self._body(given, stream=True), Request({"type": "http"})):
-            [choice] = chunk.model_dump(exclude_unset=True)["choices"]
+            [choice] = ChatCompletionChunk.model_validate(chunk).model_dump(exclude_unset=True)["choices"]
             for name in texts:
                 texts[name] += choice["delta"].get(name) or ""
             for call in choice["delta"].get("tool_calls") or []:
