@@ -150,7 +150,7 @@ def test_the_library_asks_the_gpu_for_its_launch(on_hopper, entries):
     sources = on_hopper[2]
     for entry in entries.values():
         cards = ", ".join(
-            f"{{{card['first']}, {card['threads'] // 32}, {card['shared_bytes']}, 0}}"
+            f"{{{card['first']}, {card['threads'] // 32}, {card['shared_bytes']}, 0, 0}}"
             for card in entry.get("cards", ())
         )
         assert (f"cards_[] = {{{cards}}};" in sources) == bool(cards)
