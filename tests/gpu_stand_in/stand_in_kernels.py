@@ -101,7 +101,8 @@ class Kernel:
 
     def __call__(self, grid: tuple[int, int, int], values: dict[str, int | float], arch: int) -> None:
         """Run the image that a GPU of this compute capability takes."""
-        constants = launch_on({"constants": self.constants, "cards": self.cards}, arch)["constants"]
+        taken = launch_on({"grid": grid, "constants": self.constants, "cards": self.cards}, arch)
+        constants = taken["constants"]
         given = {name: value for name, value in constants.items() if self.signature.get(name) == "constexpr"}
         self.function[grid](**given, **{name: argument(self.signature[name], value) for name, value in values.items()})
 
