@@ -2,7 +2,6 @@
 once."""
 
 import json
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -23,7 +22,7 @@ from eagle3.export.configuration.config import (
 from eagle3.export.draft.kinds import DIALECTS, EAGLE3, KINDS
 from eagle3.export.draft.kinds.eagle.rope_reading import FILE
 from eagle3.runner.contract import EXPORT_RECORD
-from eagle3.runner.system.command import NameChoice, OneLineFailures, tell, version_option
+from eagle3.runner.system.command import NameChoice, NameList, OneLineFailures, tell, version_option
 from eagle3.runner.system.gpus import ALL, BY_ARCH, archs_of
 from eagle3.targets import TARGETS
 
@@ -42,18 +41,6 @@ Examples:
   eagle3-export --target-model gemma4-31B --random-weights --layers 6 --cuda-arch sm_90
   eagle3-export --target-model llama3.1-8B --checkpoint my-llama --draft 2 --output-dir out
 """
-
-
-class NameList(NameChoice):
-    """Several names with commas between them. ``ordered`` returns them in the order of the flag's value, each once."""
-
-    def __init__(self, choices: Iterable[str], ordered: Callable[[list[str]], Iterable[str]]):
-        super().__init__(choices)
-        self._ordered = ordered
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ANN401 - click's
-        named = [super(NameList, self).convert(name.strip(), param, ctx) for name in str(value).split(",")]
-        return ",".join(self._ordered(named))
 
 
 def _list_targets(as_json: bool) -> None:

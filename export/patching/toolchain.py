@@ -52,12 +52,22 @@ def _toolkit_of(nvcc: Path) -> Path:
 
 def cpp_compiler() -> str:
     """Return the C++ compiler that Inductor will call. Raises FileNotFoundError, which says what to install."""
-    name = os.environ.get("CXX", "g++")
+    return _compiler("CXX", "g++", "lowering for CUDA compiles C++: install g++ (apt install g++)")
+
+
+def cross_compiler(host: str) -> str:
+    """Return the C++ compiler for another host, such as "aarch64". Raises FileNotFoundError, which says what to
+    install."""
+    package = f"g++-{host.replace('_', '-')}-linux-gnu"
+    needed = f"--host-arch {host} compiles C++ for another processor: install it (apt install {package})"
+    return _compiler(f"CXX_{host}", f"{host}-linux-gnu-g++", needed)
+
+
+def _compiler(variable: str, default: str, needed: str) -> str:
+    name = os.environ.get(variable, default)
     found = shutil.which(name)
     if found is None:
-        raise FileNotFoundError(
-            f"{name} is not on PATH, and lowering for CUDA compiles C++: install g++ (apt install g++), or set CXX"
-        )
+        raise FileNotFoundError(f"{name} is not on PATH, and {needed}, or set {variable}")
     return found
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -90,6 +90,18 @@ class NameChoice(click.Choice[str]):
             meant = self._meant.get(str(value).lower())
             hint = closest(str(value), self.choices) if meant is None else f" Did you mean {meant!r}?"
             self.fail(error.message + hint, param, ctx)
+
+
+class NameList(NameChoice):
+    """Several names with commas between them. ``ordered`` returns them in the order of the flag's value, each once."""
+
+    def __init__(self, choices: Iterable[str], ordered: Callable[[list[str]], Iterable[str]]):
+        super().__init__(choices)
+        self._ordered = ordered
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ANN401 - click's
+        named = [super(NameList, self).convert(name.strip(), param, ctx) for name in str(value).split(",")]
+        return ",".join(self._ordered(named))
 
 
 class OneLineFailures(click.Command):

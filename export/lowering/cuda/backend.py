@@ -15,11 +15,7 @@ import executorch.backends.cuda.triton.kernels  # noqa: F401  (registers torch.o
 import torch
 from executorch.backends.cuda.cuda_backend import CudaBackend
 from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
-from executorch.exir import (
-    EdgeCompileConfig,
-    ExecutorchBackendConfig,
-    to_edge_transform_and_lower,
-)
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.passes import MemoryPlanningPass
 from torch import Tensor
@@ -50,7 +46,7 @@ from eagle3.export.lowering.cuda.inductor.fusion import (
     fused_further,
     rows_in_registers,
 )
-from eagle3.export.lowering.cuda.inductor.hosts import ANY_PROCESSOR, compiled_for, cross_compiler
+from eagle3.export.lowering.cuda.inductor.hosts import ANY_PROCESSOR, compiled_for
 from eagle3.export.lowering.cuda.inductor.interface import interface_once
 from eagle3.export.lowering.cuda.inductor.launches import recorded_launches
 from eagle3.export.lowering.cuda.inductor.registers import registers_kept
@@ -71,7 +67,7 @@ from eagle3.export.lowering.cuda.weights.quantization import (
 from eagle3.export.lowering.edge.replays import repeated_alone
 from eagle3.export.lowering.gc_tuning import collected_rarely
 from eagle3.export.patching.tested_versions import FOR_CUDA, TESTED_WITH_GPU, check_versions
-from eagle3.export.patching.toolchain import cpp_compiler, cuda_home, nvcc_version, toolchain
+from eagle3.export.patching.toolchain import cpp_compiler, cross_compiler, cuda_home, nvcc_version, toolchain
 from eagle3.export.planning.memory import GpuMemory
 from eagle3.export.planning.plan import Plan
 from eagle3.export.speculator.speculator import Eagle3Speculator

@@ -29,7 +29,6 @@ from eagle3.runner.serve.cli import bind, main
 from eagle3.runner.serve.errors import Unavailable
 from eagle3.runner.serve.gate import Gate
 from eagle3.runner.serve.limits import MOST_BODY
-from eagle3.runner.serve.service import make_service
 
 SHORT = {"prompt": "class A", "max_tokens": 8}
 
@@ -382,9 +381,10 @@ def test_invalid_flags_of_eagle3_serve_are_refused(artifact, tmp_path, flags, co
     assert found == code and words in line
 
 
-def test_an_artifact_without_a_tokenizer_is_not_served(session, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
-        make_service(session.metadata, tmp_path, lambda *_: None, None, 1, 64, {})
+def test_an_artifact_without_a_tokenizer_is_not_served(artifact, tmp_path):
+    (tmp_path / "model.pte").write_bytes((artifact / "model.pte").read_bytes())
+    code, line = fail_command(main, tmp_path, "--port", "0")
+    assert code == 1 and "no tokenizer.json" in line
 
 
 def test_a_server_without_its_packages_says_what_to_install(artifact, monkeypatch):

@@ -10,7 +10,6 @@ ones differ (``sleef.h``, ``ATen/Config.h``, ``caffe2/core/macros.h``), and none
 """
 
 import hashlib
-import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from torch._inductor.cpp_builder import CppBuilder, run_compile_cmd
 
 from eagle3.export.lowering.cuda.inductor.interface import BUILD, compiled_in_parts
 from eagle3.export.patching.patches import all_replaced, original
-from eagle3.export.patching.toolchain import cuda_home, driver_stub
+from eagle3.export.patching.toolchain import cross_compiler, cuda_home, driver_stub
 
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager
@@ -40,19 +39,6 @@ LIBRARY_KEY = "_so_blob"
 ANY_PROCESSOR: dict[str, Any] = {"cpp.march": ""} if hasattr(inductor.cpp, "march") else {}
 """Inductor's option to compile for any processor of a kind. It would compile for this machine's own, and the library of
 an export on a processor with AVX-512 would end with SIGILL on one without. PyTorch 2.11 does not have the option."""
-
-
-def cross_compiler(host: str) -> str:
-    """Return the C++ compiler for another host, such as "aarch64". Raises FileNotFoundError, which says what to
-    install."""
-    name = os.environ.get(f"CXX_{host}", f"{host}-linux-gnu-g++")
-    found = shutil.which(name)
-    if found is None:
-        raise FileNotFoundError(
-            f"{name} is not on PATH, and --host-arch {host} compiles C++ for another processor: install it "
-            f"(apt install g++-{host.replace('_', '-')}-linux-gnu), or set CXX_{host}"
-        )
-    return found
 
 
 class CrossHosts:
@@ -72,20 +58,19 @@ class CrossHosts:
         compiled for the host."""
         _, *words = shlex.split(command)
         words = [str(of_host(Path(word), host)) if word.endswith((".o", ".so")) else word for word in words]
-        words = [word for word in words if not word.startswith("-march=")]
+        words = [word for word in words if not word.startswith("-march=")]  # PyTorch 2.11 names this machine's
         return shlex.join([self.compilers[host], f"-L{self._stubs(host)}", *words])
 
     def build(self, builder: CppBuilder) -> None:
         """Run the command of ``builder`` for each host."""
-        target = Path(builder.get_target_file_path())
+        target, given = Path(builder.get_target_file_path()), builder.get_command_line()
+        objects = [Path(word) for word in shlex.split(given) if word.endswith(".o")] if target.suffix == ".so" else []
         for host in self.compilers:
-            command, other = self.command(host, builder.get_command_line()), of_host(target, host)
-            if not compiled_in_parts(command, target.with_suffix(".cpp"), other):
+            command = self.command(host, given)
+            if not compiled_in_parts(command, target.with_suffix(".cpp"), of_host(target, host)):
                 run_compile_cmd(command, str(target.parent))
-            if target.suffix == ".so":
-                for word in builder.get_command_line().split():
-                    if word.endswith(".o"):
-                        of_host(Path(word), host).unlink(missing_ok=True)
+            for linked in objects:  # as Inductor removes its own
+                of_host(linked, host).unlink(missing_ok=True)
 
     def keep(self, library: Path) -> None:
         """Move the libraries for other hosts that lie beside ``library`` into the folder."""

@@ -190,12 +190,12 @@ def own_division(arch: str, constants: Mapping[str, Any]) -> Division | None:
         return None
     widths = [constants["N"]] if constants.get("N") else [constants.get(name, 0) for name in ("N0", "N1", "N2")]
     blocks = triton.cdiv(constants["K"], constants["BLOCK_K"])
-    may_be_whole = "N" in constants or takes_whole_tiles(*widths)
+    may_be_whole = len(widths) == 1 or takes_whole_tiles(*widths)
     for matmul, own in _OWN.items():
         same = matmul[1:] == (blocks, matmul.block_n, may_be_whole, constants["SPLITS"])
         if same and sum(widths) <= matmul.n < sum(widths) + 128 and arch in own:
             whole, parts = own[arch]
-            return Division(whole * max(1, matmul.block_n // constants["BLOCK_N"]), parts)
+            return Division(whole * (matmul.block_n // constants["BLOCK_N"]), parts)
     return None
 
 

@@ -201,22 +201,24 @@ class OneConfiguration(CachingAutotunerPlugin):
         named |= set(second[1].kwargs) if second else set()
         constants = autotuner.triton_meta["constants"]
 
-        def launched(warps: int, shared: int, config: Config) -> tuple[int, int, tuple[tuple[str, int], ...], int, int]:
+        def image(form: str, arch: int | str, warps: int, shared: int, config: Config) -> Image:
             values = {name: config.kwargs.get(name, constants.get(name)) for name in sorted(named)}
             kept = tuple((name, value) for name, value in values.items() if isinstance(value, int))
-            return warps, shared, kept, config.kwargs.get(SPLITS, 0), config.kwargs.get(WHOLE, 0)
+            divided = (config.kwargs.get(name, 0) for name in (SPLITS, WHOLE))
+            return Image(form, f"sm_{arch}", warps, shared, kept, *divided)
 
-        def of(result: CompileResult) -> tuple[int, int, tuple[tuple[str, int], ...], int, int]:
-            return launched(result.kernel.metadata.num_warps, result.kernel.metadata.shared, result.config)
+        def of(form: str, gpu: Gpu, result: CompileResult) -> Image:
+            launched = result.kernel.metadata
+            return image(form, gpu.arch, launched.num_warps, launched.shared, result.config)
 
-        images = [Image(form, f"sm_{self.gpus[0].arch}", *of(first)) for form in ("sass", "ptx")]
-        images += (Image("sass", f"sm_{gpu.arch}", *of(result)) for gpu, result in results.items())
+        images = [of(form, self.gpus[0], first) for form in ("sass", "ptx")]
+        images += (of("sass", gpu, result) for gpu, result in results.items())
         if others and (last := results[others[-1]]).kernel.asm["ptx"] != first.kernel.asm["ptx"]:
             packed.append(Packed("ptx", str(others[-1].arch), retargeted(last.kernel.asm["ptx"], others[-1])))
-            images.append(Image("ptx", f"sm_{others[-1].arch}", *of(last)))
+            images.append(of("ptx", others[-1], last))
         if second:
             packed.append(Packed("elf", ARCH, second[0].cubin))
-            images.append(Image("sass", f"sm_{ARCH}", *launched(second[0].warps, second[0].shared, second[1])))
+            images.append(image("sass", ARCH, second[0].warps, second[0].shared, second[1]))
         self.fatbins.keep(first.kernel.asm["cubin"], packed)
         cards = launches_by_card(images)
         self.cards = cards if len(cards) > 1 else ()
