@@ -84,7 +84,7 @@ def run_export(plan: Plan, twin: dict[str, Any], progress: Progress) -> dict[str
         programs = {}
         for method in plan.programs:
             with progress.stage(f"trace {method.name}"), backend.tracing(speculator, plan):
-                programs[method.name] = trace(speculator, method, plan.draft.hidden_size, backend.dtype)
+                programs[method.name] = trace(speculator, method, plan.draft.feature_size, backend.dtype)
         manifest |= backend.describe(programs, plan)
         kept: list[StateBuffer] = []
         if plan.sessions:

@@ -294,7 +294,7 @@ def compare_proposals(
         return None
     positions = torch.arange(rows)
     state, taps = speculator.target(torch.tensor([prompt]), positions, speculator.taps)
-    feature = speculator.draft.fuse((state,) if draft.takes_final_state else taps)
+    feature = speculator.feature(state, taps, positions)
     tokens = torch.tensor([prompt[1:] + window[:1]])
     if not draft.has_cache:
         tokens, feature, positions = tokens[:, -1:], feature[:, -1:], positions[-1:]

@@ -84,7 +84,8 @@ def check_computed(draft: DraftDescription, taps: int) -> None:
             rows = ROWS if head.has_cache else 1
             states = torch.empty(1, rows, draft.taps_width)
             feature = states if draft.takes_final_state else head.fuse(states.chunk(taps, dim=-1))
-            head(torch.zeros(1, rows, dtype=torch.long), feature, torch.arange(rows))
+            positions = torch.arange(rows)
+            head(torch.zeros(1, rows, dtype=torch.long), head.joined(feature, positions), positions)
     except Exception as error:
         raise ValueError(f"{draft.folder / 'config.json'} {_NOT_COMPUTED}: {_reason(error)}") from error
 

@@ -79,10 +79,9 @@ def _target_parts(
 
 
 def draft_caches(draft: DraftDescription, max_seq_len: int, dtype: torch.dtype) -> list[KVCacheShape]:
-    layer = draft.layer  # unused for a head without caches, since that has no windows
     slots = max_seq_len + draft.block_rows  # a block may lie beyond the last position of the context
     rings = (ring_window(window, slots) for window in draft.windows)
-    return [KVCacheShape(layer.num_key_value_heads, draft.key_size, slots, ring, dtype) for ring in rings]
+    return [KVCacheShape(*keys, slots, ring, dtype) for keys, ring in zip(draft.keys, rings, strict=True)]
 
 
 def cache_bytes(shapes: Iterable[KVCacheShape]) -> int:

@@ -211,7 +211,7 @@ def make_plan(config: ExportConfig) -> Plan:
     if has_draft:
         check_trained_for(draft, checkpoint)
         check_pair(draft, whole_config, taps.layers)
-    draft = within_vocabulary(draft, target_config.vocab_size)
+    draft = within_vocabulary(draft, target_config.vocab_size).in_program(BACKENDS[config.backend].shares_caches)
     chain_len = config.chain_len or min(draft.chain_len, LONGEST_CHAIN)
     if draft.longest_chain and chain_len > draft.longest_chain:
         raise ValueError(

@@ -42,14 +42,14 @@ class Eagle3Speculator(nn.Module):
         """Map tokens [1,T] and input_pos [T] to the greedy next token [1,1], the feature [1,T,H] and logits [1,1,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
         scores = self.target.scores(state[:, -1:])
-        return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
+        return self._greedy(scores), *self._features(state, taps, input_pos), *self._given_target(scores)
 
     def target_verify(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """Map tokens [1,C] and input_pos [C] to greedy ids [1,C] (the token after each row), the feature [1,C,H] and
         logits [1,C,V]."""
         state, taps = self.target(tokens, input_pos, self.taps)
         scores = self.target.scores(state)
-        return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
+        return self._greedy(scores), *self._features(state, taps, input_pos), *self._given_target(scores)
 
     def target_rows(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """Map tokens [1,T] and input_pos [T] to the greedy ids [1,R] of the last R rows, the feature [1,T,H] and logits
@@ -58,7 +58,7 @@ class Eagle3Speculator(nn.Module):
         last = input_pos[-1:] - input_pos[:1]  # the number of the last row
         rows = (last + torch.arange(1 - self.window, 1)).clamp_min(0)
         scores = self.target.scores(state.index_select(1, rows))
-        return self._greedy(scores), *self._features(state, taps), *self._given_target(scores)
+        return self._greedy(scores), *self._features(state, taps, input_pos), *self._given_target(scores)
 
     def draft_decode(self, tokens: Tensor, feature: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """Map tokens [1,T], feature [1,T,H] and input_pos [T] to the last row's proposal [1,1] (for a P-EAGLE [1,K]),
@@ -77,7 +77,7 @@ class Eagle3Speculator(nn.Module):
         ids = self._greedy(self.target.scores(state))
         differing = (ids[:, :-1] != tokens[:, 1:]).long().cumsum(1)  # ExecuTorch has no kernel for cumprod
         accepted = (differing == 0).sum(1)
-        logits, recurrent = self.draft(ids, self._feature(state, taps), input_pos, accepted=accepted)
+        logits, recurrent = self.draft(ids, self.feature(state, taps, input_pos), input_pos, accepted=accepted)
         following = input_pos + accepted + 1
         chain = [ids.gather(1, accepted[None]), self.draft.target_ids(logits)]
         for step in range(tokens.shape[1] - 1 - self.draft.proposals):
@@ -104,12 +104,13 @@ class Eagle3Speculator(nn.Module):
     def _given(self, logits: Tensor) -> tuple[Tensor, ...]:
         return (logits.float(),) if self.gives_logits else ()
 
-    def _features(self, state: Tensor, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the feature as a tuple of one, or an empty tuple without a head."""
-        return () if isinstance(self.draft, NoHead) else (self._feature(state, taps),)
+    def feature(self, state: Tensor, taps: tuple[Tensor, ...], input_pos: Tensor) -> Tensor:
+        """Return the head's feature [1,T,H] of the target's rows, which have just been computed."""
+        return self.draft.joined(self.draft.fuse((state,) if self.draft.takes_final_state else taps), input_pos)
 
-    def _feature(self, state: Tensor, taps: tuple[Tensor, ...]) -> Tensor:
-        return self.draft.fuse((state,) if self.draft.takes_final_state else taps)
+    def _features(self, state: Tensor, taps: tuple[Tensor, ...], input_pos: Tensor) -> tuple[Tensor, ...]:
+        """Return the feature as a tuple of one, or an empty tuple without a head."""
+        return () if isinstance(self.draft, NoHead) else (self.feature(state, taps, input_pos),)
 
     decode = prefill
 

@@ -7,7 +7,7 @@ description of a kind (``kinds/``) adds the fields that only its heads have.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from eagle3.export.checkpoints.source import Source, TensorHeader
 
@@ -79,6 +79,11 @@ class DraftDescription:
         return self.layer.hidden_size
 
     @property
+    def feature_size(self) -> int:
+        """The width of a feature as the target's methods return it."""
+        return self.hidden_size
+
+    @property
     def taps_width(self) -> int:
         """The width of the head's input from the target: all taps together, or the final state."""
         return self.hidden_size
@@ -88,6 +93,11 @@ class DraftDescription:
         """The size of one key of an attention head in the draft head's own layers."""
         config = self.layer
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    @property
+    def keys(self) -> tuple[tuple[int, int], ...]:
+        """The number of heads and the size of a key in the cache of each of ``windows``."""
+        return tuple((self.layer.num_key_value_heads, self.key_size) for _ in self.windows)
 
     @property
     def draft_vocab_size(self) -> int:
@@ -116,6 +126,10 @@ class DraftDescription:
     def longest_chain(self) -> int | None:
         """The most tokens that the head can propose a round; None if there is no limit."""
         return None
+
+    def in_program(self, shares_caches: bool) -> Self:  # noqa: ARG002 - a head that reads the target's caches does
+        """Return the description of the head in a program whose methods share caches, or share none."""
+        return self
 
     def proposals(self, chain_len: int) -> int:  # noqa: ARG002 - the kinds that propose a chain in one forward read it
         """Return how many of a round's ``chain_len`` tokens one forward of the head proposes."""

@@ -58,6 +58,10 @@ class Head(nn.Module):
         (state,) = taps
         return state
 
+    def joined(self, feature: Tensor, input_pos: Tensor) -> Tensor:  # noqa: ARG002 - a head that copies keys reads both
+        """Return the feature [1, T, H] with whatever else the head takes from the target's rows at ``input_pos``."""
+        return feature
+
     def forward(
         self, tokens: Tensor, feature: Tensor, input_pos: Tensor, last: bool = False, accepted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -65,7 +69,7 @@ class Head(nn.Module):
 
         Args:
             tokens: int64 [1, T], target ids; slot p takes token p + 1
-            feature: [1, T, H], from ``fuse`` or a recurrent feature
+            feature: [1, T, H], from ``fuse`` and ``joined``, or a recurrent feature
             input_pos: int64 [T], consecutive
             last: return only the last row's proposals
             accepted: int64 [1], return this row's proposals as if it were the last; later rows are ignored. In a

@@ -9,9 +9,9 @@ from eagle3.targets.attention import Block, EagerAttention, KVCacheShape, attent
 class MlxAttention(EagerAttention):
     """The reference attention, with one write of each cache in a forward, and with the slots of a ring computed once.
 
-    The partitioner takes one write of a cache in a method. A DFlash head writes the context's rows before its block
-    attends, so ``write`` leaves them to the ``forward`` that follows it. MLX's runtime reads the indices of a write on
-    the host, and waits for the GPU if a node computes them: all layers of a kind share them.
+    The partitioner takes one write of a cache in a method. Some heads write rows before others attend (DFlash, Gemma's
+    assistant), so ``write`` leaves them to the ``forward`` that follows it. MLX's runtime reads the indices of a write
+    on the host, and waits for the GPU if a node computes them: all layers of a kind share them.
     """
 
     def __init__(self, shape: KVCacheShape):
@@ -27,11 +27,12 @@ class MlxAttention(EagerAttention):
 
     def written(self, input_pos: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
         cache = self.kv_cache
+        if self.unwritten:
+            slots, keys, values = self.unwritten.pop()
+            input_pos = slots if key is None else torch.cat((slots, input_pos))
+            key = keys if key is None else torch.cat((keys, key), dim=1)
+            value = values if value is None else torch.cat((values, value), dim=1)
         if key is not None and value is not None:
-            if self.unwritten:
-                slots, keys, values = self.unwritten.pop()
-                input_pos = torch.cat((slots, input_pos))
-                key, value = torch.cat((keys, key), dim=1), torch.cat((values, value), dim=1)
             cache.k_cache.index_copy_(2, input_pos, key.transpose(1, 2))
             cache.v_cache.index_copy_(2, input_pos, value.transpose(1, 2))
         return cache.k_cache, cache.v_cache

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
 from eagle3.export.draft.loading import unfilled
 from eagle3.export.lowering.backend import Backend, OnThisMachine, StandIn, files_of
 from eagle3.export.lowering.covered_weights import CoveredWeights, model_bytes, quantize_covered
@@ -51,13 +50,8 @@ class MlxBackend(OnThisMachine):
         return MlxAttention
 
     def check(self, plan: Plan) -> None:
-        """Raise ValueError for a head or a group size that MLX does not take, and for untested versions."""
+        """Raise ValueError for a group size that MLX does not take, and for untested versions."""
         check_versions(FOR_CPU, TESTED, "lowering for MLX", "")
-        if plan.draft.kind == GEMMA4_ASSISTANT:
-            raise ValueError(
-                f"the head is a {GEMMA4_ASSISTANT}, which attends to the target's caches, and methods for MLX share no "
-                "caches: take a head with a cache of its own, or type --backend xnnpack"
-            )
         target, draft = recipes(plan)
         target.check("--qlinear", plan.skeleton.model)
         draft.check("--draft-qlinear", unfilled(plan.draft))

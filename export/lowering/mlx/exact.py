@@ -102,10 +102,15 @@ def compare(methods: dict[str, MlxMethod], speculator: Eagle3Speculator, metadat
                     continue
                 last = rows if metadata.has_draft_cache else 1
                 given = tokens[:, -last:], wanted[1][:, -last:], positions[-last:]
-                with InFloat32():
-                    wanted = speculator.draft_decode(*given)
-                found = methods[DRAFT_DECODE](*given)
-                worst = max(worst, _difference(DRAFT_DECODE, start, found, wanted, known.get(DRAFT_DECODE)))
+                for _ in range(2 if metadata.proposals == 1 else 1):  # the second one is a chain's next step
+                    with InFloat32():
+                        wanted = speculator.draft_decode(*given)
+                    found = methods[DRAFT_DECODE](*given)
+                    worst = max(worst, _difference(DRAFT_DECODE, start, found, wanted, known.get(DRAFT_DECODE)))
+                    following = given[2][-1:] + metadata.has_draft_cache
+                    if following >= metadata.max_seq_len:
+                        break
+                    given = wanted[0], wanted[1], following
         methods[TARGET_ROWS].clear()
         if not all(value.isfinite().all() for value in methods[TARGET_ROWS](tokens, torch.arange(rows))):
             raise ValueError(f"{TARGET_ROWS} returns NaN or an infinity in bfloat16")

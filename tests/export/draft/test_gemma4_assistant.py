@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from eagle3.targets.attention import EagerAttention
 
 SIZES = ("31B", "E2B", "E4B", "26B-A4B")
 KINDS = {"tied": False, "ordered": True}
+COPIES = "tied, with copies of the target's keys"
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +58,18 @@ def folder(target, tmp_path_factory):
 
 def plan_of(folder: Path, kind: str, target_model: str = "gemma4-31B", **flags):
     given = {"checkpoint": folder / "target", "draft": folder / kind, "max_seq_len": 128, "chain_len": 3}
-    arch = None if torch.cuda.is_available() else "sm_90"
-    return make_plan(ExportConfig(target_model, output_dir=None, cuda_arch=arch, **given, **flags))
+    given |= {} if torch.cuda.is_available() or "backend" in flags else {"cuda_arch": "sm_90"}
+    return make_plan(ExportConfig(target_model, output_dir=None, **given, **flags))
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, COPIES])
 def session(request, folder):
-    plan = plan_of(folder, request.param, sessions=False)
+    """An eager session; with copies, the head is that of a program whose methods share no caches."""
+    kind, *copies = request.param.split(", ")
+    plan = plan_of(folder, kind, **({"backend": "mlx"} if copies else {"sessions": False}))
     speculator = load_speculator(plan, EagerAttention, torch.float32)
-    session = EagerSession(speculator, make_metadata(plan, make_manifest(plan)))
-    session.kind = request.param
+    session = EagerSession(speculator, replace(make_metadata(plan, make_manifest(plan)), served_by=None))
+    session.kind = kind
     return session
 
 
@@ -138,6 +142,7 @@ def test_a_gemma4_assistants_proposals_equal_transformers_assisted_generation(le
     assert_same_rounds(ours, rounds, length)
 
 
+@pytest.mark.parametrize("session", KINDS, indirect=True)
 def test_a_gemma4_assistant_has_no_cache_no_seeding_and_one_row(session):
     metadata = session.metadata
     assert not metadata.has_draft_cache and metadata.draft_sliding_window == 0

@@ -25,19 +25,23 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama import modeling_llama
 
 from eagle3.export.draft.common import head
+from eagle3.export.draft.kinds.gemma4_assistant.copied_keys import CopiedKeys
 from eagle3.export.draft.kinds.gemma4_assistant.reading import AssistantDescription
 from eagle3.targets import TapTarget
 from eagle3.targets.attention import AttentionFactory
 from eagle3.targets.gemma4 import SharedInputs, rotary
 
 
-class Head(head.Head):
-    """A Gemma 4 assistant. A call computes one row."""
+class Head(head.CachedHead):
+    """A Gemma 4 assistant. A call computes one row: with ``copies``, the last or accepted one of those it writes."""
 
     token_ordering: Tensor
+    d2t = None
 
     def __init__(self, draft: AssistantDescription, max_seq_len: int, proposals: int = 1):  # noqa: ARG002
         super().__init__()
+        self.has_cache, self.max_seq_len = draft.has_cache, max_seq_len
+        self.copies: CopiedKeys | None = None
         config, feature = draft.layer, draft.hidden_size
         width, tokens = config.hidden_size, config.vocab_size
         self.pre_projection = nn.Linear(2 * feature, width, bias=False)
@@ -57,13 +61,13 @@ class Head(head.Head):
     def attach(
         self,
         draft: AssistantDescription,
-        attention: AttentionFactory,  # noqa: ARG002 - the target's modules compute its attention
+        attention: AttentionFactory,
         dtype: torch.dtype,
         target: TapTarget,
     ) -> Self:
-        """Add the rotary tables (float32), and the modules of the target whose caches it reads."""
+        """Add the rotary tables (float32), and the modules whose caches it reads: the target's, or its copies."""
         tables: Any = Gemma4TextRotaryEmbedding(draft.layer)
-        self.kinds = sorted(set(draft.layer.layer_types))
+        self.kinds = draft.kinds
         self.rotary_scales = {kind: getattr(tables, f"{kind}_attention_scaling") for kind in self.kinds}
         for kind in self.kinds:
             self.register_buffer(f"{kind}_inv_freq", getattr(tables, f"{kind}_inv_freq"), persistent=False)
@@ -72,10 +76,20 @@ class Head(head.Head):
             self.register_buffer("token_ordering", groups)
         self.dtype = dtype
         self._target = [target]  # in a list, so that it is not a submodule and its tensors keep their names
+        if draft.has_cache:
+            heads = draft.layer.num_attention_heads
+            self.copies = CopiedKeys(target, self.kinds, heads, attention, draft.hidden_size)
         for layer, kind in zip(self.layers, draft.layer.layer_types, strict=True):
             attn: Any = layer.self_attn
-            attn.kept = [target.kept(kind)]
+            attn.kept = [self._kept(kind)]
         return self
+
+    def _kept(self, kind: str) -> Any:  # noqa: ANN401 - a module of an attention factory
+        (target,) = self._target
+        return target.kept(kind) if self.copies is None else self.copies.caches[kind]
+
+    def joined(self, feature: Tensor, input_pos: Tensor) -> Tensor:
+        return feature if self.copies is None else self.copies.joined(feature, input_pos)
 
     def forward(
         self,
@@ -85,9 +99,19 @@ class Head(head.Head):
         last: bool = False,  # noqa: ARG002 - one row is the last one
         accepted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if self.copies is not None:
+            if not torch.compiler.is_exporting():
+                self.check_positions(input_pos)
+            self.copies.write(feature, input_pos)
+            if accepted is None:
+                tokens, feature, input_pos = tokens[:, -1:], feature[:, -1:], input_pos[-1:]
         if accepted is not None:
             tokens, input_pos = tokens.gather(1, accepted[None]), input_pos.gather(0, accepted)
             feature = feature.gather(1, accepted[None, :, None].expand(-1, -1, feature.shape[-1]))
+        steps = None
+        if self.copies is not None:
+            feature, steps = self.copies.split(feature)
+            input_pos = input_pos - steps
         (target,) = self._target
         embed = target.embed if self.embeds_as_target else target.embed_tokens
         x = self.pre_projection(torch.cat((embed(tokens), feature), dim=-1))
@@ -95,11 +119,13 @@ class Head(head.Head):
         for layer in self.layers:
             x = layer(x, input_pos, rows.get("sliding_attention"), rows.get("full_attention"))
         state = self.norm(x)
-        return self._scores(state), self.post_projection(state)
+        following = self.post_projection(state)
+        if self.copies is not None and steps is not None:
+            following = self.copies.following(following, steps)
+        return self._scores(state), following
 
     def _rows(self, kind: str, input_pos: Tensor) -> SharedInputs:
-        (target,) = self._target
-        kept: Any = target.kept(kind)
+        kept = self._kept(kind)
         tables = rotary(input_pos + 1, getattr(self, f"{kind}_inv_freq"), self.rotary_scales[kind], self.dtype)
         return SharedInputs(kept.rows(input_pos), *tables)
 

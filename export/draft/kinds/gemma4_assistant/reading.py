@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from eagle3.export.checkpoints.json_fields import Fields, read_object
 from eagle3.export.checkpoints.source import Source
@@ -35,8 +35,28 @@ class AssistantDescription(DraftDescription):
 
     @property
     def hidden_size(self) -> int:
-        """The width of a feature, which is the target's. The width of the head's layers is ``layer.hidden_size``."""
+        """The width of a state, which is the target's. The width of the head's layers is ``layer.hidden_size``."""
         return self.config.backbone_hidden_size
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of layers whose keys the head attends to."""
+        return sorted(set(self.layer.layer_types))
+
+    @property
+    def keys(self) -> tuple[tuple[int, int], ...]:
+        firsts = (self.layer.layer_types.index(kind) for kind in self.kinds if self.has_cache)
+        layers = map(self.layer.per_layer_config.__getitem__, firsts)
+        return tuple((layer.num_key_value_heads, layer.head_dim) for layer in layers)
+
+    @property
+    def feature_size(self) -> int:
+        return self.hidden_size + self.has_cache + sum(2 * heads * size for heads, size in self.keys)
+
+    def in_program(self, shares_caches: bool) -> Self:
+        """Return the description of a head that attends to the target's caches, or to copies of their rows."""
+        windows = (self.layer.sliding_window if kind == "sliding_attention" else 0 for kind in self.kinds)
+        return replace(self, windows=() if shares_caches else tuple(windows))
 
     @property
     def ordered(self) -> bool:

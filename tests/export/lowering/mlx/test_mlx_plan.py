@@ -75,11 +75,16 @@ def test_flags_that_need_shared_caches_or_other_kernels_are_refused(flags, fact)
     assert refusal(check_flags, replace(GIVEN, **flags)).startswith(fact)
 
 
-def test_a_head_that_reads_the_targets_caches_and_groups_that_do_not_fit_are_refused_in_a_dry_run(tmp_path):
-    dry = replace(GIVEN, dry_run=True, output_dir=tmp_path / "out")
-    line = refusal(prepare, replace(dry, draft=TINY.draft.parent / "assistant"))
-    assert line.startswith("the head is a Gemma 4 assistant, which attends to the target's caches")
-    line = refusal(prepare, replace(dry, qlinear="4w", group_size=96))
+def test_a_head_that_reads_the_targets_caches_gets_their_rows_with_the_feature():
+    given = replace(GIVEN, draft=TINY.draft.parent / "assistant")
+    plan, shared = make_plan(given), make_plan(replace(given, backend="xnnpack"))
+    assert plan.method(DRAFT_DECODE).max_len == 64 and shared.method(DRAFT_DECODE).max_len == 1
+    assert plan.draft.feature_size == 256 + 1 + 2 * (2 * 64 + 128) and shared.draft.feature_size == 256
+    assert plan.cache_bytes - shared.cache_bytes // 2 == 2 * 2 * (2 * 64 * 2 * 64 + 128 * plan.max_seq_len)
+
+
+def test_groups_that_do_not_fit_are_refused_in_a_dry_run(tmp_path):
+    line = refusal(prepare, replace(GIVEN, dry_run=True, output_dir=tmp_path / "out", qlinear="4w", group_size=96))
     assert "--backend mlx takes groups of 32, 64, 128" in line and "type --group-size 32 or 64" in line
 
 
