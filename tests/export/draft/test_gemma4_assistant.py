@@ -20,11 +20,13 @@ from scripted import ThreeMethods
 from traced_for_cuda import traced, wide_model
 from transformers import Gemma4TextConfig, Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
 
+from eagle3.export.checks.artifact import compare_proposals
 from eagle3.export.cli import main as export_main
 from eagle3.export.configuration.config import ExportConfig
 from eagle3.export.draft.kinds import GEMMA4_ASSISTANT
 from eagle3.export.draft.kinds.gemma4_assistant.twin import states_are_shared
 from eagle3.export.draft.reading import read_draft
+from eagle3.export.lowering.mlx.attention import MlxAttention
 from eagle3.export.pipeline import load_speculator, make_manifest, make_metadata
 from eagle3.export.planning.pairing import check_pair
 from eagle3.export.planning.plan import make_plan
@@ -67,9 +69,9 @@ def session(request, folder):
     """An eager session; with copies, the head is that of a program whose methods share no caches."""
     kind, *copies = request.param.split(", ")
     plan = plan_of(folder, kind, **({"backend": "mlx"} if copies else {"sessions": False}))
-    speculator = load_speculator(plan, EagerAttention, torch.float32)
+    speculator = load_speculator(plan, MlxAttention if copies else EagerAttention, torch.float32)
     session = EagerSession(speculator, replace(make_metadata(plan, make_manifest(plan)), served_by=None))
-    session.kind = kind
+    session.kind, session.plan, session.speculator = kind, plan, speculator
     return session
 
 
@@ -140,6 +142,13 @@ def test_a_gemma4_assistants_proposals_equal_transformers_assisted_generation(le
     ours = Recorded(session)
     assert complete(ours, prompt_of(length), max_new_tokens=24, stop_ids=[]).token_ids == tokens
     assert_same_rounds(ours, rounds, length)
+
+
+def test_the_check_of_an_artifact_computes_a_gemma4_assistants_proposals(session):
+    ours, prompt = Recorded(session), prompt_of(12)
+    anchor = complete(ours, prompt, max_new_tokens=5, stop_ids=[]).token_ids[0]
+    window = [anchor, *ours.rounds[12]]
+    assert compare_proposals(session.speculator, session.plan, prompt, window, tie=1e-3) == 3
 
 
 @pytest.mark.parametrize("session", KINDS, indirect=True)

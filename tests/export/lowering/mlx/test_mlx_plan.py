@@ -79,6 +79,7 @@ def test_a_head_that_reads_the_targets_caches_gets_their_rows_with_the_feature()
     given = replace(GIVEN, draft=TINY.draft.parent / "assistant")
     plan, shared = make_plan(given), make_plan(replace(given, backend="xnnpack"))
     assert plan.method(DRAFT_DECODE).max_len == 64 and shared.method(DRAFT_DECODE).max_len == 1
+    assert plan.draft.windows == (0, 64) and shared.draft.windows == ()
     assert plan.draft.feature_size == 256 + 1 + 2 * (2 * 64 + 128) and shared.draft.feature_size == 256
     assert plan.cache_bytes - shared.cache_bytes // 2 == 2 * 2 * (2 * 64 * 2 * 64 + 128 * plan.max_seq_len)
 
