@@ -18,7 +18,7 @@ from eagle3.export.pipeline import load_speculator, trace
 from eagle3.export.planning.methods import MethodPlan
 from eagle3.export.planning.plan import make_plan
 from eagle3.export.speculator.merged_linears import merge_linears
-from eagle3.runner.contract import DECODE, DRAFT_DECODE, PREFILL, TARGET_VERIFY
+from eagle3.runner.contract import DECODE, DRAFT_DECODE, FORWARD, PREFILL, TARGET_VERIFY
 from eagle3.targets.attention import EagerAttention
 
 FUSED = {"qwen3-30B-A3B": 4, "llama4-maverick": 2, "gemma4-26B-A4B": 4}  # of 4 layers
@@ -34,10 +34,6 @@ DRAFTS = {
 """The heads that are no EAGLE-3 of one layer: an EAGLE that shares embedding and lm_head, a P-EAGLE of two layers."""
 HEADS = ("gemma4-31B", *DRAFTS)
 """Families whose draft step is traced: one for each kind of these heads."""
-ATTENTIONS = ("gemma4-31B", "gemma3-27B", "gpt-oss-20b", "llama4-maverick", *DRAFTS)
-"""A family of each kind of attention, and of each kind of head."""
-
-
 LEFT_OUT = ("llama4-scout", "gemma4-E4B")  # Maverick and E2B have their kinds of layers
 
 
@@ -69,8 +65,10 @@ def prepared(plan, attention):
 
 
 @pytest.mark.first(1)
-def test_every_linear_uses_the_small_m_kernels_in_all_methods_but_prefill(plan):
+def test_every_linear_uses_the_small_m_kernels_in_all_methods_but_prefill(plan, tmp_path):
+    """Attention also takes the product of the merged linears of queries, keys and values, and rotates them itself."""
     speculator, counts = prepared(plan, cuda.attention), {}
+    merge_linears(speculator, tmp_path)
     family = plan.config.target_model
     every, drafts = family in EVERY_METHOD, family in HEADS
     left_out = (
@@ -80,39 +78,26 @@ def test_every_linear_uses_the_small_m_kernels_in_all_methods_but_prefill(plan):
     for method in (*methods, *([MethodPlan(DECODE, 1, 1)] if every else [])):
         name = method.name
         with cuda.tracing(speculator, plan):
-            program = trace(speculator, method, plan.draft.hidden_size, cuda.dtype)
+            program = trace(speculator, method, plan.draft.feature_size, cuda.dtype)
         counts[name] = check_linears(name, program)
         few = method.max_len <= SMALL_M_ROWS[-1]
         op = torch.ops.eagle3.int4_experts_small_m if few else torch.ops.eagle3.sorted_experts_matmul
         fused = [node for node in program.graph.nodes if node.target is op.default]
-        layers = FUSED.get(family, 0) if name != "draft_decode" else 0
+        layers = FUSED.get(family, 0) if name != DRAFT_DECODE else 0
         assert len(fused) == layers * (1 if few else 2)
+        if name in (TARGET_VERIFY, DRAFT_DECODE):
+            rotate_in_attention(program)
+            rotated = plan.target_config.num_hidden_layers if family in OTHERWISE else 0
+            apart = [node for node in program.graph.nodes if str(node.target) == ATTENTION]
+            assert len(apart) == (QUERIES_ALONE.get(family, rotated) if name == TARGET_VERIFY else 0)
     fuses = not plan.draft.takes_final_state  # by the draft's fc
     quantized = sum(type(module) is nn.Linear for module in speculator.target.modules()) + fuses
-    for name in ("target_verify", "decode") if every else ("target_verify",):
+    for name in (TARGET_VERIFY, DECODE) if every else (TARGET_VERIFY,):
         assert counts[name] == {"small_m": quantized, "large_m": 0, "dequantize": 0}
     if every:  # forward makes no features
-        assert counts["forward"] == {"small_m": quantized - fuses, "large_m": 0, "dequantize": 0}
-    drafting = 7 * plan.draft.layers + 1 + (not fuses)  # seven in a layer, the lm_head, and an EAGLE's fc
-    assert counts.get("draft_decode") == ({"small_m": drafting, "large_m": 0, "dequantize": 0} if drafts else None)
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize("plan", ATTENTIONS, indirect=True)
-def test_attention_fuses_the_product_of_queries_keys_and_values(plan, tmp_path):
-    speculator = prepared(plan, cuda.attention)
-    merge_linears(speculator, tmp_path)
-    for method in plan.methods:
-        if method.name == TARGET_VERIFY or method.name == DRAFT_DECODE and plan.config.target_model in DRAFTS:
-            with cuda.tracing(speculator, plan):
-                program = trace(speculator, method, plan.draft.hidden_size, cuda.dtype)
-            rotate_in_attention(program)
-            apart = [node for node in program.graph.nodes if str(node.target) == ATTENTION]
-            if method.name == TARGET_VERIFY:
-                rotated = plan.target_config.num_hidden_layers if plan.config.target_model in OTHERWISE else 0
-                assert len(apart) == QUERIES_ALONE.get(plan.config.target_model, rotated)
-            else:
-                assert not apart
+        assert counts[FORWARD] == {"small_m": quantized - fuses, "large_m": 0, "dequantize": 0}
+    drafting = 4 * plan.draft.layers + 1 + (not fuses)  # four in a layer, the lm_head, and an EAGLE's fc
+    assert counts.get(DRAFT_DECODE) == ({"small_m": drafting, "large_m": 0, "dequantize": 0} if drafts else None)
 
 
 @pytest.mark.first(5)
