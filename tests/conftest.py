@@ -184,7 +184,9 @@ def left_out(items) -> set:
 def pytest_collection():
     try:
         return (yield)
-    finally:
+    finally:  # what imports made is not searched again; traces make many objects, and a search costs a tenth of them
+        gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
         gc.enable()
 
 

@@ -17,7 +17,7 @@ from eagle3.runner.contract import DRAFT_DECODE, EXPORT_RECORD, SPECULATE, TARGE
 from eagle3.runner.system.gpus import BY_ARCH, launch_on
 
 ASKED = [
-    {"prompt": [2, 318, 825, 66, 1140, 11, 492, 304, 275, 365], "max_new_tokens": 9},  # def read_config(path):
+    {"prompt": [2, 318, 825, 66, 1140, 11, 492, 304, 275, 365], "max_new_tokens": 6},  # def read_config(path):
     {"prompt": [2, 318, 825], "max_new_tokens": 4, "graphs": False, "arch": "sm_80"},  # shorter than min-prefill
 ]
 ASKED += [ASKED[0] | {"max_new_tokens": 2, "graphs": False, "arch": "sm_120"}]

@@ -104,6 +104,8 @@ def random_family(family: str, kinds: list[str] | None = None):
     config = family_config(family)
     if kinds:
         config.num_hidden_layers, config.layer_types = len(kinds), kinds
+        if getattr(config, "mlp_layer_types", None):
+            config.mlp_layer_types = config.mlp_layer_types[: len(kinds)]
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     randomize(model, seed=5)
     return model

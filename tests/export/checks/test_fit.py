@@ -68,20 +68,13 @@ def for_another_embedding(plan: Plan) -> Plan:
     return replace(plan, draft=replace(plan.draft, source=Shifted(plan.draft.source.path)))
 
 
-@pytest.mark.first(2)
-@pytest.mark.parametrize("head", HEADS)
-def test_a_shipped_head_fits_and_keeps_the_reading_of_its_files(measured, head):
-    plan = plan_of(head)
-    plan = replace(plan, draft=plan.draft.in_program(shares_caches=False))  # an assistant is measured over the target's
-    fit = measure_head(measured, plan)
-    assert fit.verdict == "fits" and fit.best is fit.file and not fit.best.changes
-
-
 @pytest.mark.first(1)
 @pytest.mark.parametrize("head", HEADS)
-def test_the_runners_loop_gives_the_expected_tokens_of_a_round(measured, head):
+def test_a_shipped_head_fits_and_the_runners_loop_gives_the_expected_tokens_of_a_round(measured, head):
     plan = plan_of(head)
-    fit, length = measure_head(measured, plan), played(plan, measured)
+    apart = replace(plan, draft=plan.draft.in_program(shares_caches=False))  # it is measured over the target's caches
+    fit, length = measure_head(measured, apart), played(plan, measured)
+    assert fit.verdict == "fits" and fit.best is fit.file and not fit.best.changes
     low, high = fit.file.expected.interval
     assert 1.7 < low < length < high
     assert length == pytest.approx(fit.file.expected.length, abs=0.15)  # without the rounds that the end cuts
