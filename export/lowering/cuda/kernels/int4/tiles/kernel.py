@@ -64,8 +64,8 @@ MOST = 3
 """The most weights with the same input in one launch, which those of query, key and value need."""
 INT4 = Blocks(n=TILE, stages=3)
 """Two programs fit on an SM of sm_80 and sm_90. The copies of a block are issued late in the loop, after its second
-barrier, so that mostly one block is in flight, 16 KB of codes. One more block in flight took 2 to 5% longer on an H200
-(measured.md), since arithmetic is the limit, not memory."""
+barrier, so that mostly one block is in flight, 16 KB of codes. One more block in flight took 2 to 5% longer on an H200,
+since arithmetic is the limit, not memory."""
 OUTPUTS = {8: TILE, 16: TILE // 2}
 """The outputs of a program, by its rows. With 16 rows and 128 outputs only one program fits on an SM. With 64, two fit
 if there is one weight; three weights take 158 registers on sm_80."""
