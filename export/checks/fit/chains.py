@@ -141,7 +141,7 @@ class Trials:
     @torch.no_grad()
     def head(self, reading: HeadReading, length: int) -> Head:
         """Load the head with a reading, for chains of a length. Raises what loading raises."""
-        draft = replace(reading.draft, source=self.source)
+        draft = replace(reading.draft.in_program(shares_caches=True), source=self.source)
         proposals = 1 if isinstance(draft, EagleDescription) else draft.proposals(length)
         slots = max(len(each.tokens) for each in self.over.seen) + length + draft.block_rows + 1
         attention: AttentionFactory = Blocks if draft.block_rows else lambda shape: Chains(shape, self.pieces)

@@ -88,7 +88,7 @@ class Fit:
 def measure_head(over: Measured, plan: Plan) -> Fit:
     """Measure the head of ``plan``, whose target was computed ``over`` texts."""
     start, fields = time.monotonic(), KINDS[plan.draft.kind].load().FIELDS
-    file = HeadReading(plan.draft.in_program(shares_caches=True), plan.taps, plan.target_config)
+    file = HeadReading(plan.draft, plan.taps, plan.target_config)
     with few_threads(over.written):
         trials = Trials(file, over)
         search = Search(trials, fields, file, plan.chain_len)

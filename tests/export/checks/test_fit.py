@@ -181,9 +181,10 @@ def test_blocks_behind_a_given_text_are_drafted_after_every_nth_token(measured, 
 
 def test_a_measured_reading_fills_gaps_of_the_files_and_never_contradicts_them(measured):
     plan = broken("assistant", embeds_as_target=False)
+    plan = replace(plan, draft=plan.draft.in_program(shares_caches=False))
     fit = measure_head(measured, plan)
     taken, lines = fitted_plan(plan, fit)
-    assert taken.draft.embeds_as_target and "it is taken" in lines[-1]
+    assert taken.draft.embeds_as_target and taken.draft.has_cache and "it is taken" in lines[-1]
     with pytest.raises(ValueError, match=r"1\.\d\d tok.* 2\.\d\d tok.* type --read embeds_as_target=true, or"):
         fitted_plan(plan, replace(fit, open=frozenset()))
 
