@@ -49,6 +49,10 @@ class KVCacheShape:
         not overwrite positions that it attends to."""
         return 2 * self.window if self.window else self.max_seq_len
 
+    def slots_of(self, input_pos: Tensor) -> Tensor:
+        """Return the slots [T] of positions [T]."""
+        return input_pos % self.slots if self.window else input_pos
+
     @property
     def bytes(self) -> int:
         """The bytes of keys and values. With sinks this is an upper bound, because some backends double the width of a

@@ -19,8 +19,7 @@ class MlxAttention(EagerAttention):
         self.unwritten: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def rows(self, input_pos: Tensor, block: Block | None = None) -> tuple[Tensor, Tensor]:
-        slots = input_pos % self.shape.slots if self.shape.window else input_pos
-        return slots, attention_mask(input_pos, self.shape, block)
+        return self.shape.slots_of(input_pos), attention_mask(input_pos, self.shape, block)
 
     def write(self, key: Tensor, value: Tensor, rows: tuple[Tensor, Tensor]) -> None:
         self.unwritten.append((rows[0], key, value))

@@ -31,7 +31,7 @@ class CopiedKeys(nn.Module):
         """Return the features [1, T, H] of the target's rows at ``input_pos`` [T], which are in its caches."""
         parts = [state, state.new_zeros(1, state.shape[1], 1)]
         for kept in self._kept[0].values():
-            slots = input_pos % kept.shape.slots if kept.shape.window else input_pos
+            slots = kept.shape.slots_of(input_pos)
             for cache in kept.written(input_pos, None, None):
                 parts.append(cache.index_select(2, slots).transpose(1, 2).flatten(2))
         return torch.cat(parts, dim=-1)
@@ -49,12 +49,9 @@ class CopiedKeys(nn.Module):
                 at = end
             cache.write(*pair, cache.rows(input_pos))
 
-    def split(self, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the state [1, 1, width] and the steps int64 [1] in the feature of a row."""
-        return feature[..., : self.width], feature[0, :, self.width].long()
-
-    def following(self, state: Tensor, steps: Tensor) -> Tensor:
-        """Return the recurrent feature of a row with the steps [1]: its state, one step more, and no keys."""
-        shapes: list[Any] = [cache.shape for cache in self.caches.values()]
-        keys = sum(2 * shape.kv_heads * shape.head_dim for shape in shapes)
-        return torch.cat((state, (steps + 1).to(state.dtype).view(1, 1, 1), state.new_zeros(1, 1, keys)), dim=-1)
+    def split(self, feature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the state [1, 1, width] in the feature of a row, its steps int64 [1], and the feature without a state
+        that the next step of the chain gets: one step more, and no keys."""
+        state, steps = feature[..., : self.width], feature[..., self.width : self.width + 1]
+        keys = feature.new_zeros(1, 1, feature.shape[-1] - self.width - 1)
+        return state, steps.flatten().long(), torch.cat((steps + 1, keys), dim=-1)

@@ -108,9 +108,9 @@ class Head(head.CachedHead):
         if accepted is not None:
             tokens, input_pos = tokens.gather(1, accepted[None]), input_pos.gather(0, accepted)
             feature = feature.gather(1, accepted[None, :, None].expand(-1, -1, feature.shape[-1]))
-        steps = None
+        following = None
         if self.copies is not None:
-            feature, steps = self.copies.split(feature)
+            feature, steps, following = self.copies.split(feature)
             input_pos = input_pos - steps
         (target,) = self._target
         embed = target.embed if self.embeds_as_target else target.embed_tokens
@@ -119,10 +119,10 @@ class Head(head.CachedHead):
         for layer in self.layers:
             x = layer(x, input_pos, rows.get("sliding_attention"), rows.get("full_attention"))
         state = self.norm(x)
-        following = self.post_projection(state)
-        if self.copies is not None and steps is not None:
-            following = self.copies.following(following, steps)
-        return self._scores(state), following
+        recurrent = self.post_projection(state)
+        if following is not None:
+            recurrent = torch.cat((recurrent, following), dim=-1)
+        return self._scores(state), recurrent
 
     def _rows(self, kind: str, input_pos: Tensor) -> SharedInputs:
         kept = self._kept(kind)

@@ -74,7 +74,7 @@ FAULTS = {
     DRAFT_DECODE: {
         "a chain's step taken for a row of the target": lambda m: rename(m, "SubtractNode", "MaximumNode"),
         "steps added": lambda m: rename(m, "SubtractNode", "AddNode"),
-        "rotated for the row itself": lambda m: add(m, nodes(m, "AddNode")[0]["b"], ..., -1),
+        "rotated for the row itself": lambda m: add(m, nodes(m, "AddNode")[1]["b"], ..., -1),
         "no keys written": lambda m: drop(m, "IndexCopyNode"),
         "positions for the slots of a ring": positions_for_slots,
         "the first row in place of the last": first_row,
